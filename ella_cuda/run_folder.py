@@ -141,73 +141,63 @@ def _grid(out_dir: str | os.PathLike[str]) -> Any:
     return found.get(DIGEST) if isinstance(found, dict) else None
 
 
+def _write_of_run(run_dir: Path, file: str, content: Mapping[str, Any]) -> None:
+    write_file(run_dir / file, json.dumps(sealed(content, [file], UNSEALED), allow_nan=False))
+
+
+def _read_of_run(run_dir: Path, file: str, expected: dict[str, Any], advice: str) -> dict[str, Any]:
+    """What :func:`_write_of_run` wrote; ValueError where it is damaged, or was edited, or is of another run."""
+    path = run_dir / file
+    found = read_json(path, advice)
+    wrong = _missing(found, expected)
+    if wrong is None and file == DIARY_FILE:
+        entries = found["evaluations"]
+        wrong = next(
+            filter(None, (_missing(entry, EVALUATION) for entry in entries)), None if entries else "no evaluation"
+        )
+    if wrong:
+        raise damaged(path, wrong, advice)
+    _require_run(path, found, advice)
+    return found
+
+
 def read_diary(run_dir: Path) -> dict[str, Any]:
     """What a run has done so far: ``run``, ``seconds``, ``evaluations`` (at least one), ``layout`` and more.
 
     Raises:
         ValueError: the file is damaged, or was edited, or is of another run.
     """
-    path = run_dir / DIARY_FILE
-    advice = f"move {run_dir} away to do that run again"
-    diary = read_json(path, advice)
-    wrong = _missing(diary, {"seconds": numbers.Real, "evaluations": list, "layout": dict})
-    if wrong is None and not diary["evaluations"]:
-        wrong = "no evaluation"
-    if wrong is None:
-        wrong = next(filter(None, (_missing(entry, EVALUATION) for entry in diary["evaluations"])), None)
-    if wrong:
-        raise damaged(path, wrong, advice)
-    _require_run(path, diary, advice)
-    return diary
+    expected = {"seconds": numbers.Real, "evaluations": list, "layout": dict}
+    return _read_of_run(run_dir, DIARY_FILE, expected, f"move {run_dir} away to do that run again")
 
 
 def write_diary(run_dir: Path, diary: Mapping[str, Any]) -> None:
     """Keep what a run, named in its entry ``run``, has done so far."""
-    write_file(run_dir / DIARY_FILE, json.dumps(sealed(diary, [DIARY_FILE], UNSEALED), allow_nan=False))
+    _write_of_run(run_dir, DIARY_FILE, diary)
 
 
 def read_history(run_dir: Path) -> dict[str, Any]:
-    """A run's ``evaluations`` and, once it is finished, the ``losses`` of all epochs.
-
-    Raises:
-        ValueError: the file that has them is damaged, or was edited, or is of another run.
-    """
-    path = run_dir / HISTORY_FILE
-    if not path.exists():
+    """A run's ``evaluations`` and, once it is finished, the ``losses`` of all epochs; raises as :func:`read_diary` does."""
+    if not (run_dir / HISTORY_FILE).exists():
         return read_diary(run_dir)
-    advice = "do that run again in another folder"
-    history = read_json(path, advice)
-    if wrong := _missing(history, {"losses": list, "evaluations": list}):
-        raise damaged(path, wrong, advice)
-    _require_run(path, history, advice)
-    return history
+    expected = {"losses": list, "evaluations": list}
+    return _read_of_run(run_dir, HISTORY_FILE, expected, "do that run again in another folder")
 
 
 def write_history(run_dir: Path, run: str, losses: Sequence[float], evaluations: Sequence[Mapping[str, Any]]) -> None:
     """Keep what a finished run has done."""
-    history = {"run": run, "losses": losses, "evaluations": evaluations}
-    write_file(run_dir / HISTORY_FILE, json.dumps(sealed(history, [HISTORY_FILE], UNSEALED), allow_nan=False))
+    _write_of_run(run_dir, HISTORY_FILE, {"run": run, "losses": losses, "evaluations": evaluations})
 
 
 def write_samples(run_dir: Path, run: str, images: Sequence[Any], draws: Sequence[Any]) -> None:
     """Keep what a learned augmentation makes of images, rows of images of pixels in 0..255, and the draws that the run was evaluated with."""
-    samples = {"run": run, "images": images, "draws": draws}
-    write_file(run_dir / SAMPLES_FILE, json.dumps(sealed(samples, [SAMPLES_FILE], UNSEALED)))
+    _write_of_run(run_dir, SAMPLES_FILE, {"run": run, "images": images, "draws": draws})
 
 
 def read_samples(run_dir: Path) -> dict[str, Any]:
-    """What :func:`write_samples` kept: ``images`` and ``draws``.
-
-    Raises:
-        ValueError: the file is damaged, or was edited, or is of another run.
-    """
-    path = run_dir / SAMPLES_FILE
+    """What :func:`write_samples` kept: ``images`` and ``draws``; raises as :func:`read_diary` does."""
     advice = "delete it, and the run's row in summary.json, to have it made anew"
-    found = read_json(path, advice)
-    if wrong := _missing(found, {"images": list, "draws": list}):
-        raise damaged(path, wrong, advice)
-    _require_run(path, found, advice)
-    return found
+    return _read_of_run(run_dir, SAMPLES_FILE, {"images": list, "draws": list}, advice)
 
 
 def of_network(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,9 @@ import importlib
 import itertools
 import math
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +139,48 @@ def test_the_example_learner_climbs_the_evidence(tmp_path):
     for before, after in itertools.pairwise(slopes):
         uphill = (log_likelihood(before + 1e-6) - log_likelihood(before - 1e-6)) / 2e-6
         assert after == pytest.approx(before * math.exp(0.5 * before * uphill), rel=1e-6) and after != before
+
+
+def test_a_learner_of_the_package_is_two_files(tmp_path):
+    """A copy of the package with the page's file and its word: arguments, command, run and checkpoint follow."""
+    source = Path(marglik_training.__code__.co_filename).parents[1]
+    package = tmp_path / "ella_cuda"
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "ella_cuda_command.py", tmp_path)
+    (code,) = re.findall(r"<!-- the test suite adds this file .*? -->\n```python\n(.*?)```", PAGE, re.DOTALL)
+    (package / "training/learners/scale.py").write_text(code)
+    registry = package / "training/learners/__init__.py"
+    text = registry.read_text()
+    assert text.count("WORDS: dict[str, type[Learner]] = {") == 1
+    text = text.replace(
+        "WORDS: dict[str, type[Learner]] = {", 'WORDS: dict[str, type[Learner]] = {"scale": InputScale, '
+    )
+    registry.write_text(
+        text.replace("\nWORDS: ", "\nfrom ella_cuda.training.learners.scale import InputScale\n\nWORDS: ")
+    )
+    train = ["--task", "digit", "--objective", "evidence", "--epochs", "2", "--burn-in", "0", "--frequency", "1"]
+    train += ["--train-size", "20", "--test-size", "20", "--width", "1", "--jobs", "1", "--hypersteps", "1"]
+    calls = (
+        f"import inspect, json, sys; sys.path.insert(0, {str(tmp_path)!r}); import ella_cuda, torch; from ella_cuda import cli;",
+        "from ella_cuda.training.checkpoint import read_checkpoint;",
+        "parameters = inspect.signature(ella_cuda.marglik_training).parameters;",
+        "print(parameters['lr_scale'].default);",
+        f"codes = [cli.main(['train', '--layer', 's_conv', '--learn', 'scale', '--lr-scale', '0.5', '--out', 'run', *{train}])];",
+        f"codes += [cli.main(['train', '--layer', 'conv', '--learn', 'scale', *{train}])];",
+        f"codes += [cli.main(['train', '--layer', 'conv', '--lr-scale', '0.5', *{train}])];",
+        "(row,) = json.load(open('run/summary.json'));",
+        "saved = read_checkpoint(f'run/{row[\"run\"]}/checkpoint.pt');",
+        "print(codes, row['learn'], saved['settings']['learn'], saved['settings']['lr_scale']);",
+        "print(*(float(v.log()) for n, v in saved['model'].items() if n.endswith('lengthscale')))",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "".join(calls)], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    default, *_, outcome, logs = done.stdout.splitlines() or [done.stderr]
+    assert (default, outcome) == ("0.01", "[0, 2, 2] scale ['scale'] 0.5"), done.stderr
+    assert [abs(float(log)) for log in logs.split()] == pytest.approx([0.5] * 8, rel=1e-3)  # Adam's first step
+    assert "--learn scale needs evidence runs of a layer with s_conv" in done.stderr
+    assert "--lr-scale: of what is learned; no run learns scale (--learn scale)" in done.stderr
 
 
 def test_every_path_of_the_network_has_curvature():

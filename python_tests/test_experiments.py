@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import json
 import math
-import platform
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from ella_cuda.experiments import (
     run_grid,
     run_one,
 )
-from ella_cuda.experiments.device import _processor_names, device_name
+from ella_cuda.experiments.device import device_name
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
@@ -49,13 +48,6 @@ def test_every_data_set_has_a_recipe_with_known_tasks():
     assert recipe("digits")["task"] == ("digit", "quadrant")
     for data in SOURCES:  # nothing that a run needs is left unsaid
         assert configure(data, recipe(data)["task"][0], "conv", "evidence").data == data
-
-
-def test_fc_learns_at_the_common_rates_where_no_others_are_given():
-    assert recipe("cifar10", "fc") == recipe("cifar10")
-    assert configure("cifar10", "plain", "fc", "map", fan_in_limit=77).fan_in_limit == 77
-    assert configure("cifar10", "plain", "fc", "map").fan_in_limit == recipe("cifar10")["fan_in_limit"]
-    assert configure("digits", "digit", "fc", "map", fan_in_limit=77).fan_in_limit == 77
 
 
 def test_all_rows_of_a_table_share_the_recipe():
@@ -84,18 +76,11 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"lr_hyp": math.nan}, "lr_hyp must be positive and finite"),
         ({"train_size": 0}, "train_size must be at least 1"),
         ({"fan_in_limit": 0}, "fan_in_limit must be at least 1"),
-        ({"holdout": 1.0}, "holdout must lie between"),
-        ({"holdout": 1e-30}, "holdout must lie between 1e-06 and 0.999999, got 1e-30"),
-        ({"prior_prec_init": 1e-39}, "prior_prec_init must be at least 1.18e-38 and at most 3.4e"),
-        ({"lr": 1e-39}, "lr must be at least 1.18e-38"),
-        ({"lr": 1e-320}, "lr must be"),
-        ({"lr_hyp": 1e39}, "lr_hyp must be at least .* and at most 3.4e"),
-        ({"inverse_lengthscale": 1e300}, r"inverse_lengthscale must be at least 1.18e-38 and at most 1e\+30"),
-        ({"cooldown": 1e-39}, "cooldown must be above 0, by 1.18e-38 or more"),
-        ({"column_tolerance": 1e-39}, "column_tolerance must be 0 or at least 1.18e-38"),
-        ({"cooldown": 0.0}, "cooldown must be above 0"),
-        ({"cooldown": 1.5}, "cooldown must be above 0"),
-        ({"column_tolerance": 1.0}, "column_tolerance must be at least 0 and less than 1, got 1.0"),
+        ({"holdout": 1.0}, "holdout must be at least 1e-06 and at most 0.999999, got 1.0"),
+        ({"inverse_lengthscale": 1e300}, r"inverse_lengthscale must be positive and at most 1e\+30"),
+        ({"cooldown": 0.0}, "cooldown must be positive"),
+        ({"cooldown": 1.5}, "cooldown must be positive and at most 1, got 1.5"),
+        ({"column_tolerance": 1.0}, "column_tolerance must be at least 0 and at most 0.999, got 1.0"),
         ({"column_tolerance": -1e-9}, "column_tolerance must be at least 0"),
         ({"restarts": "always"}, "restarts must be one of none, evidence"),
         ({"restarts": "evidence", "cooldown": None}, "restarts='evidence' needs a cooldown"),
@@ -145,14 +130,6 @@ def test_evaluate_by_hand():
     p = [1 / (1 + math.exp(-v)) for v in values]
     by_hand = -(math.log(p[0]) + math.log(p[1]) + math.log(1 - p[2]) + math.log(1 - p[3])) / 4
     assert nll == pytest.approx(by_hand, rel=1e-6)
-
-
-def test_evaluation_in_batches_is_evaluation_at_once(monkeypatch):
-    model = neyshabur("conv", 1, 3, width=1)
-    images, labels = torch.randn(11, 1, 32, 32), torch.randint(0, 3, (11,))
-    whole = evaluate(model, images, labels)
-    monkeypatch.setattr("ella_cuda.experiments.evaluation.EVALUATION_BATCH", 4)
-    assert evaluate(model, images, labels) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(("layer", "objective"), [("f_fc+conv", "evidence"), ("conv", "map")])
@@ -235,26 +212,18 @@ def test_learning_rates_start_anew_in_every_cycle():
         ("evidence", 6, 5, 4, [6]),
     ],
 )
-@pytest.mark.parametrize("objective", ["map", "evidence"])
-def test_cycles_end_where_the_evidence_is_asked(tmp_path, objective, restarts, epochs, burn_in, frequency, ends):
+def test_cycles_end_where_the_evidence_is_asked(tmp_path, restarts, epochs, burn_in, frequency, ends):
     """But the first time. In minibatches, as the schedule in the checkpoint of a run holds them."""
     changes = {"epochs": epochs, "burn_in": burn_in, "frequency": frequency, "cooldown": 1.0, "restarts": restarts}
-    config = small(objective=objective, **changes, train_size=50, batch_size=20, evidence_batch_size=50)
-    assert config.cycle_ends == ends
+    config = small(**changes, train_size=50, batch_size=20, evidence_batch_size=50)
+    assert config.cycle_ends == dataclasses.replace(config, objective="map").cycle_ends == ends
     run_one(config, tmp_path, progress=False)
     saved = read_checkpoint(tmp_path / "checkpoint.pt")
-    if objective == "evidence":
-        assert [h["epoch"] for h in saved["history"] if h["neg_log_marginal_likelihood"] is not None] == [
-            e for e in range(1, epochs + 1) if e > burn_in and (e % frequency == 0 or e == epochs)
-        ]
+    assert [h["epoch"] for h in saved["history"] if h["neg_log_marginal_likelihood"] is not None] == [
+        e for e in range(1, epochs + 1) if e > burn_in and (e % frequency == 0 or e == epochs)
+    ]
     assert saved["scheduler"]["lr_lambdas"][0]["ends"] == tuple(3 * e for e in ends)
     assert saved["scheduler"]["last_epoch"] == 3 * epochs
-
-
-def test_a_folder_from_before_there_were_restarts_has_none():
-    stored = dataclasses.asdict(small())
-    assert stored.pop("restarts") == recipe("digits")["restarts"] == "evidence"
-    assert RunConfig(**stored).restarts == "none"
 
 
 def test_the_order_of_what_a_run_learns_does_not_matter():
@@ -439,17 +408,6 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, o
     assert histories[0] == histories[1]
 
 
-@pytest.mark.parametrize("change", [{"cooldown": 0.9}, {"restarts": "none"}, {"fan_in_limit": 16}, {"lr": 1e-4}])
-def test_a_folder_of_another_run_is_refused(tmp_path, change):
-    config = small(objective="map", epochs=4, burn_in=1, frequency=1, cooldown=0.5, fan_in_limit=8)
-    run_one(config, tmp_path, progress=False)
-    with pytest.raises(ValueError, match=rf"progress\.json is of a run with {next(iter(change))}="):
-        run_one(dataclasses.replace(config, **change), tmp_path, progress=False)
-    (tmp_path / "progress.json").unlink()
-    with pytest.raises(ValueError, match="use another file"), pytest.warns(UserWarning, match=r"no progress\.json"):
-        run_one(dataclasses.replace(config, **change), tmp_path, progress=False)
-
-
 def test_seconds_count_earlier_sessions(tmp_path):
     config = small(objective="map", epochs=1)
     run_one(config, tmp_path, progress=False)
@@ -482,31 +440,6 @@ def test_a_grid_repeats_no_finished_run(tmp_path, monkeypatch):
     assert sessions[0]["device_name"] == device_name(torch.device("cpu"))
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     assert "model name" not in known or sessions[0]["device_name"] in known
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "programs", "name"),
-    [
-        ("model\t\t: 17\nmodel name\t: One 9004\nmodel name\t: Two\n", {}, "One 9004"),
-        ("CPU implementer\t: 0x41\n", {"lscpu": "Vendor ID:  ARM\nModel name:   Neoverse-V2\n"}, "Neoverse-V2"),
-        ("processor\t: 0\n", {"lscpu": "Model name:   -\n", "sysctl": "Apple M3\n"}, "Apple M3"),
-        (None, {"sysctl": "Apple M3\n"}, "Apple M3"),
-    ],
-    ids=["Linux on x86", "Linux on ARM", "an unknown one", "macOS"],
-)
-def test_a_processor_has_its_makers_name(tmp_path, monkeypatch, cpuinfo, programs, name):
-    for program, says in programs.items():
-        (tmp_path / program).write_text(f"#!/bin/sh\nprintf '{says}'\n")
-        (tmp_path / program).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if cpuinfo is not None:
-        (tmp_path / "cpuinfo").write_text(cpuinfo)
-    assert next(filter(None, _processor_names(tmp_path / "cpuinfo"))) == name
-
-
-def test_a_processor_of_which_nobody_tells_has_a_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert next(filter(None, _processor_names(tmp_path / "cpuinfo"))) in (platform.processor(), platform.machine())
 
 
 def test_a_grid_refuses_another_grids_folder(tmp_path):
@@ -559,14 +492,6 @@ def test_a_running_run_can_be_read(tmp_path, monkeypatch):
     diary.write_text(diary.read_text()[:-40])
     with pytest.raises(ValueError, match=r"progress\.json is damaged .* to do that run again"):
         experiments.read_running(tmp_path)
-
-
-def test_a_damaged_note_of_the_environment_is_no_reason_to_refuse_a_resume(tmp_path, without_pictures):
-    configs = [small(objective="map", epochs=1)]
-    rows = run_grid(configs, tmp_path, progress=False)
-    (tmp_path / "environment.json").write_text("{")
-    assert run_grid(configs, tmp_path, progress=False) == rows
-    assert len(json.loads((tmp_path / "environment.json").read_text())) == 1
 
 
 def test_holdout_sees_no_test_image():
@@ -632,23 +557,3 @@ def test_dense_runs_are_spread_among_the_others(tmp_path, monkeypatch):
     assert [c for i, c in enumerate(started) if i not in dense] == [
         c for c in configs if "fc" not in c.layer.split("+")
     ]
-
-
-def test_one_run_at_a_time_ends_with_the_dense_ones(tmp_path, monkeypatch):
-    started: list[str] = []
-
-    def record(config, *_, **__):
-        started.append(config.layer)
-        return {"run": config.name}
-
-    monkeypatch.setattr("ella_cuda.experiments.grid.run_one", record)
-    monkeypatch.setattr("ella_cuda.experiments.grid.save_report", lambda *_: None)
-    configs = [small(layer=layer, objective="map") for layer in ("fc", "f_fc+conv", "fc+conv", "conv")]
-    experiments.run_grid(configs, tmp_path / "grid", jobs=1, progress=False)
-    assert started == ["f_fc+conv", "conv", "fc", "fc+conv"]
-
-
-@pytest.mark.parametrize("layers", [["conv", "f_fc"], ["fc", "fc+conv"]])
-def test_map_runs_of_one_kind_keep_their_order(tmp_path, monkeypatch, layers):
-    configs = [small(layer=layer, objective="map") for layer in layers]
-    assert order(configs, tmp_path / "grid", monkeypatch) == configs

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import multiprocessing
 import os
+import shlex
 import signal
-import tracemalloc
-import warnings
 from argparse import Namespace
 from pathlib import Path
 
@@ -19,7 +17,6 @@ import torch
 
 from ella_cuda import cli, experiments, run_folder
 from ella_cuda.cli.grid import results_folder
-from ella_cuda.data import load
 from ella_cuda.digest import sealed
 from ella_cuda.experiments import RunConfig, configure, prepare, prepare_for, run_grid, run_one
 from ella_cuda.experiments.diary import Diary
@@ -98,21 +95,10 @@ def test_a_file_in_the_place_of_the_results_is_said(tmp_path, monkeypatch, capsy
 def test_two_that_go_on_with_one_folder(tmp_path, monkeypatch, capsys, forks):
     """The second ends at once and says who is first, inspect shows the folder, a killed first leaves its place, and nothing is lost."""
     monkeypatch.setattr("ella_cuda.claim.PATIENCE", 0.2)
-    options = [
-        "--task",
-        "digit",
-        "--layer",
-        "conv",
-        "--objective",
-        "map",
-        "--width",
-        "1",
-        "--train-size",
-        "40",
-        "--test-size",
-        "40",
-    ]
-    options += ["--burn-in", "0", "--frequency", "1", "--hypersteps", "2", "--epochs", "30", "--jobs", "1"]
+    options = shlex.split(
+        "--task digit --layer conv --objective map --width 1 --train-size 40 --test-size 40 --burn-in 0"
+    )
+    options += shlex.split("--frequency 1 --hypersteps 2 --epochs 30 --jobs 1")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "dir"
     first = forks.start(["train", *options, "--out", "dir"], tmp_path)
@@ -166,11 +152,6 @@ def test_two_calls_of_run_one_on_one_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(Diary, "record", again)
     run_one(small(), tmp_path, progress=False)
     assert refused and not hidden(tmp_path)
-
-
-def test_a_failed_run_leaves_no_claim_and_no_temporary_file(tmp_path, monkeypatch):
-    begun(small(), tmp_path, monkeypatch)
-    assert not hidden(tmp_path)
 
 
 def test_runs_go_on_with_other_threads_and_say_so(tmp_path, monkeypatch):
@@ -241,32 +222,19 @@ def edit(path: Path, change) -> None:
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("change", [{"batch_size": 32}, {"seed": 3}, {"augment": "flips-shifts"}, {"data_seed": 5}])
 @pytest.mark.parametrize("done", [False, True])
-def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, change, done):
+def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, done):
     config = small(epochs=1 if done else 3)
     if done:
         run_grid([config], tmp_path / "dir", progress=False)
     else:
         begun(config, tmp_path / "dir", monkeypatch)
-    edit(tmp_path / "dir" / "config.json", lambda c: c["runs"][0].update(change))
+    edit(tmp_path / "dir" / "config.json", lambda c: c["runs"][0].update(batch_size=32))
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()}
     assert cli.main(["train", "--resume", str(tmp_path / "dir")]) == 2
     err = capsys.readouterr().err
     assert "config.json was edited" in err and "its digest does not fit. Undo the edit" in err and err.count("\n") == 1
     assert {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()} == before
-
-
-@pytest.mark.parametrize("done", [False, True])
-def test_a_configuration_without_its_digest_is_refused(tmp_path, monkeypatch, capsys, done):
-    config = small(epochs=1 if done else 3)
-    if done:
-        run_grid([config], tmp_path, progress=False)
-    else:
-        begun(config, tmp_path, monkeypatch)
-    edit(tmp_path / "config.json", lambda c: (c["runs"][0].update(lr=0.5), c.pop("digest")))
-    assert cli.main(["train", "--resume", str(tmp_path)]) == 2
-    assert "config.json was edited, or is of another version: its digest is gone. Undo" in capsys.readouterr().err
 
 
 def test_what_another_run_left_is_refused_and_a_diary_that_is_gone_warns(tmp_path, monkeypatch):
@@ -412,80 +380,9 @@ def test_a_note_of_the_environment_in_another_encoding_is_written_anew(tmp_path)
         assert len(json.loads((tmp_path / "environment.json").read_text())) == 1
 
 
-WHOLE_OPTIONS = [
-    "width", "epochs", "batch-size", "fan-in-limit", "burn-in", "frequency", "hypersteps", "train-size", "test-size", "jobs",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", [2**31, 2**63, 2**64, 10**40])
-@pytest.mark.parametrize("option", WHOLE_OPTIONS)
-def test_numbers_without_measure_are_wrong_usage(tmp_path, monkeypatch, capsys, option, value):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", f"--{option}", str(value)]) == 2
-    err = capsys.readouterr().err
-    assert f"--{option}" in err and str(value) in err and err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("value", [2**31, 10**400])
-@pytest.mark.parametrize("option", ["width", "epochs", "batch-size"])
-def test_numbers_without_measure_are_wrong_usage_of_tables_too(tmp_path, monkeypatch, capsys, option, value):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "toy", f"--{option}", str(value)]) == 2
-    err = capsys.readouterr().err
-    assert f"(given: --{option})" in err and err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(RunConfig) if f.type in ("int", "int | None")])
 def test_every_whole_number_of_a_run_has_its_bounds(name):
-    with pytest.raises(ValueError, match=f"^{name} must be (less than|at most) "):
+    with pytest.raises(ValueError, match=f"^{name} must be at most "):
         dataclasses.replace(small(), **{name: 2**64})
     with pytest.raises(ValueError, match=f"^{name} must be at least "):
         dataclasses.replace(small(), **{name: -(2**64)})
-
-
-@pytest.mark.parametrize("seed", [2**31, 2**32, 2**63, 2**64 - 1])
-def test_large_seeds_are_seeds(tmp_path, seed):
-    row = run_one(small(epochs=1, seed=seed, data_seed=seed), tmp_path, progress=False)
-    assert row["seed"] == seed
-
-
-def test_batches_beyond_all_data_are_all_data(tmp_path):
-    most = 2**31 - 1
-    row = run_one(
-        small(epochs=1, batch_size=most, evidence_batch_size=most, frequency=most), tmp_path / "most", progress=False
-    )
-    all_ = run_one(small(epochs=1, batch_size=40, evidence_batch_size=40), tmp_path / "all", progress=False)
-    assert row["nll"] == all_["nll"]
-
-
-def test_the_longest_run_is_described_at_once():
-    config = small("s_fc", "evidence", learn="anchors", epochs=10**6, burn_in=10**6 - 2, frequency=1)
-    assert config.cycle_ends == [10**6]
-    assert len(small(epochs=10**6).cycle_ends) == 10**6 - 1
-    with warnings.catch_warnings(action="error"):
-        assert small(epochs=np.int64(3)) == small(epochs=3)
-
-
-def test_a_small_compressed_file_of_many_zeros_is_refused_in_little_memory(tmp_path):
-    """Its header asks for more than it can hold, for fewer than there are, or for images without labels."""
-    write_mnist(tmp_path)
-    images = tmp_path / "train-images-idx3-ubyte"
-    images.unlink()
-    zeros = bytes(150_000_000)
-    for count, words in (
-        (2**32 - 1, "cannot hold"),
-        (60, "must hold 47040 bytes"),
-        (180_000, "180000 images and .* 60"),
-    ):
-        header = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (count, 28, 28))
-        with gzip.open(f"{images}.gz", "wb", compresslevel=1) as file:
-            file.write(header + zeros)
-        tracemalloc.start()
-        try:
-            with pytest.raises(ValueError, match=words):
-                load("mnist", tmp_path)
-            assert tracemalloc.get_traced_memory()[1] < 20_000_000
-        finally:
-            tracemalloc.stop()

@@ -26,6 +26,8 @@ from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import ROTATED, AmountsConfig
 from ella_cuda.files import write_file
 from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, layer_title, network_title, number
+from ella_cuda.training.learners import WORDS
+from ella_cuda.training.processes import OneProcess, Processes
 from ella_cuda.workers import default_jobs, prepare_process
 
 NOTHING = "none"  # the option's word for an empty value
@@ -135,8 +137,8 @@ def add_spread(command: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def processes(args: argparse.Namespace, device: str) -> Iterator[Ranks | None]:
-    """For the duration of the context, the processes that ``torchrun`` started, which ``--spread`` asks for; None without.
+def processes(args: argparse.Namespace, device: str) -> Iterator[Processes]:
+    """For the duration of the context, the processes that ``torchrun`` started, which ``--spread`` asks for, or this one.
 
     Raises:
         UsageError: one without the other, or with ``--jobs``.
@@ -148,7 +150,7 @@ def processes(args: argparse.Namespace, device: str) -> Iterator[Ranks | None]:
                 f"this is one of {os.environ['WORLD_SIZE']} processes of torchrun, each of which would do all runs: say by --spread data or "
                 "--spread runs what they share out."
             )
-        yield None
+        yield OneProcess()
         return
     if "RANK" not in os.environ:
         raise UsageError(
@@ -174,12 +176,12 @@ def processes(args: argparse.Namespace, device: str) -> Iterator[Ranks | None]:
 
 
 @contextlib.contextmanager
-def failure_noted(out_dir: Path, ranks: Ranks | None) -> Iterator[None]:
+def failure_noted(out_dir: Path, ranks: Processes) -> Iterator[None]:
     """Where several processes work, what one fails with goes to a file of its own in the folder: all raise, and only one says why."""
     try:
         yield
     except Exception:
-        if ranks is not None:
+        if ranks.group is not None:
             with contextlib.suppress(OSError):
                 write_file(out_dir / f"failure-rank-{ranks.rank}.txt", traceback.format_exc())
         raise
@@ -235,23 +237,27 @@ def wrong_attributes(error: ValueError, given: Collection[str]) -> UsageError:
 
 def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
     """Raise UsageError for an option that none of the runs heeds."""
-    for kind in ("lengthscales", "anchors"):
-        if f"lr_{kind}" in options and not any(kind in c.learn for c in configs):
-            raise UsageError(f"--lr-{kind} is a rate of what is learned; no run learns {kind} (--learn {kind}).")
-    known = settings_of(RunConfig)
-    if not any(c.learns_amounts for c in configs) and (
-        of_amounts := [flag(name) for name in settings_of(AmountsConfig) if name in options]
-    ):
-        raise UsageError(
-            f"{', '.join(of_amounts)}: of a learned augmentation; no run learns one (--learn augmentation)."
-        )
-    for path in dict.fromkeys(one.path for name, one in known.items() if one.path and name in options):
-        if not any(path in c.paths for c in configs):
-            *first, last = (flag(name) for name, one in known.items() if one.path == path)
-            words = f"{', '.join(first)} and {last} are those" if first else f"{last} is that"
-            raise UsageError(f"{words} of {path} paths, of which there are none.")
-    if "ood_size" in options and not any(c.ood for c in configs):
-        raise UsageError("--ood-size is of the data that --ood names, of which there are none.")
+    known, words = settings_of(RunConfig), {word for c in configs for word in c.learn.split("+")}
+    paths: frozenset[str] = frozenset().union(*(c.paths for c in configs))
+    needs = [
+        *(
+            (learner.run_settings, word in words, f"what is learned; no run learns {word} (--learn {word})")
+            for word, learner in WORDS.items()
+        ),
+        (
+            settings_of(AmountsConfig),
+            "augmentation" in words,
+            "a learned augmentation; no run learns one (--learn augmentation)",
+        ),
+        *(
+            ([name for name, one in known.items() if one.path == path], path in paths, f"{path} paths; there are none")
+            for path in dict.fromkeys(one.path for one in known.values() if one.path)
+        ),
+        (["ood_size"], any(c.ood for c in configs), "the data that --ood names; there are none"),
+    ]
+    for names, there, what in needs:
+        if not there and (given := [flag(name) for name in names if name in options]):
+            raise UsageError(f"{', '.join(given)}: of {what}.")
     if ROTATED in options.get("ood", []) and not any(ROTATED in c.ood.split("+") for c in configs):
         others = " or ".join(name for name, task in TASKS.items() if not task.positional)
         raise UsageError(f"--ood {ROTATED} needs a task whose labels do not say where things are: --task {others}.")
@@ -326,10 +332,8 @@ def results_folder(args: argparse.Namespace, configs: Sequence[RunConfig], name:
     return folder_for(args, name, require)
 
 
-def shared_folder(args: argparse.Namespace, configs: Sequence[RunConfig], name: str, ranks: Ranks | None) -> Path:
+def shared_folder(args: argparse.Namespace, configs: Sequence[RunConfig], name: str, ranks: Processes) -> Path:
     """:func:`results_folder`, which rank 0 chooses where there are several."""
-    if ranks is None:
-        return results_folder(args, configs, name)
     found = ranks.together(lambda: str(results_folder(args, configs, name)) if ranks.is_first else None)
     return Path(ranks.exchange(found)[0])
 
@@ -378,7 +382,7 @@ def do_runs(
     options: dict[str, Any],
     out_dir: Path,
     on_row: Callable[[], object] = lambda: None,
-    ranks: Ranks | None = None,
+    ranks: Processes | None = None,
 ) -> list[dict[str, Any]]:
     """Do the runs that are not done yet, and print a line for each.
 
@@ -392,10 +396,11 @@ def do_runs(
     """
     interactive = sys.stderr.isatty()
     device = configs[0].device
-    if ranks is not None:
+    group = None if ranks is None else ranks.group
+    if group is not None:
         args.jobs = 1
     jobs = jobs_of(args, device, len(configs))
-    at_once = f"{jobs} at once" if ranks is None else f"by {ranks.size} processes that share out {args.spread}"
+    at_once = f"{jobs} at once" if group is None else f"by {ranks.size} processes that share out {args.spread}"
 
     def begin(before: int) -> None:
         print(
@@ -420,8 +425,8 @@ def do_runs(
         cuda_graph=bool(args.cuda_graph),
         on_begin=begin,
         on_row=finish,
-        group=None if ranks is None else ranks.group,
-        spread=args.spread if ranks is not None else "data",
+        group=group,
+        spread="data" if group is None else args.spread,
     )
 
 

@@ -29,11 +29,11 @@ from ella_cuda.cli.grid import (
 )
 from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
 from ella_cuda.experiments.declaring import settings_of
-from ella_cuda.experiments.hyperparameters import ROTATED
-from ella_cuda.models import SPARSE_PATHS
-from ella_cuda.reports import layer_table, results_table
-from ella_cuda.reports.results import amounts_table, learned, rotations_table
+from ella_cuda.experiments.hyperparameters import ROTATED, can_learn
+from ella_cuda.reports import layer_table
+from ella_cuda.reports.results import learned, run_tables
 from ella_cuda.reports.text import layer_title
+from ella_cuda.training.learners import WORDS
 
 
 def add_train(commands: Any) -> None:
@@ -61,19 +61,14 @@ def _train(args: argparse.Namespace) -> int:
         out_dir = shared_folder(args, configs, configs[0].data, ranks)
         with failure_noted(out_dir, ranks):
             rows = do_runs("train", args, configs, options, out_dir, ranks=ranks)
-    if ranks is None or ranks.is_first:
+    if ranks.is_first:
         _show(rows, configs, options, out_dir)
     return DONE
 
 
 def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dict[str, Any], out_dir: Path) -> None:
     """Print the tables of a folder."""
-    print()
-    print(results_table(rows))
-    if turned := rotations_table(rows):
-        print(f"\n{turned}")
-    if amounts := amounts_table(rows):
-        print(f"\n{amounts}")
+    print("\n" + "\n\n".join(run_tables(rows)))
     if missing := _left_out(configs, options):
         print(f"\nnot run: {', '.join(map(layer_title, missing))} (evidence): {DENSE_REASON}.")
     for row in rows:
@@ -83,8 +78,7 @@ def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dic
         tasks = dict.fromkeys(c.task for c in configs if ROTATED not in c.ood.split("+"))
         print(f"\nnot rotated: task {', '.join(tasks)}, whose labels say where things are.")
     if learned(rows):
-        print()
-        print(layer_table(learned(rows)))
+        print("\n" + layer_table(learned(rows)))
     say_written(out_dir)
 
 
@@ -124,7 +118,8 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
     except ValueError as error:
         raise wrong_attributes(error, given) from error
     if lacking:
-        of = "" if lacking == ["augmentation"] else f" of a layer with {' or '.join(sorted(SPARSE_PATHS))}"
+        needed = sorted(frozenset().union(*(WORDS[word].paths for words in lacking for word in words.split("+"))))
+        of = f" of a layer with {' or '.join(needed)}" if needed else ""
         dense = f"; of layers with {DENSE_PATH} paths --all makes them" if not (of or dense_too) else ""
         raise UsageError(f"--learn {shown(lacking)} needs evidence runs{of}{dense}.")
     check_effect(options, configs)
@@ -133,9 +128,5 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
 
 def _learned_by(words: Sequence[str], objective: str, paths: set[str]) -> list[str]:
     """What the runs of a network learn beside the precisions: one run, of nothing, where it has nothing of what is asked for."""
-    here = [
-        word
-        for word in words
-        if objective == "evidence" and (word in (NOTHING, "augmentation") or paths & SPARSE_PATHS)
-    ]
+    here = [word for word in words if objective == "evidence" and (word == NOTHING or can_learn(word, paths))]
     return here or [NOTHING]

@@ -37,16 +37,9 @@ class FlipsShifts:
         fill: ``(C,)``, what each channel has outside the image: black, which after normalisation is not 0, see
             :attr:`ella_cuda.data.Dataset.black`.
         max_shift: in pixels, at least 0.
-
-    Raises:
-        ValueError: ``fill`` is not a vector, or ``max_shift`` is negative.
     """
 
     def __init__(self, fill: Tensor, max_shift: int = 4) -> None:
-        if fill.dim() != 1:
-            raise ValueError(f"fill must have shape (C,), one value for each channel, got {tuple(fill.shape)}.")
-        if max_shift < 0:
-            raise ValueError(f"max_shift must be at least 0, got {max_shift}.")
         self.fill, self.max_shift = fill, max_shift
 
     def draw(self, count: int, generator: torch.Generator | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ella_cuda.data.checksums import compare, md5
+from ella_cuda.data.checksums import PUBLISHED, compare, md5
 from ella_cuda.data.cifar import parse_cifar_batch, read_archive
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import stratified_order
-from ella_cuda.data.idx import idx_content, idx_shape, parse_idx
+from ella_cuda.data.idx import idx_content, parse_idx
 
 DEFAULT_ROOT = Path("data")
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -55,7 +56,7 @@ def _tensors(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.nd
     (train_images, train_labels), (test_images, test_labels) = train, test
 
     def images(pixels: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(pixels).to(torch.float32).div_(255)
+        return torch.from_numpy(pixels.astype(np.float32)).div_(255)
 
     def labels(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64))
@@ -75,35 +76,33 @@ def _digits(root: Path, download: bool) -> Dataset:
     return Dataset(images[train], labels[train], images[test], labels[test], 10, train, test)
 
 
-def _idx_source(
-    name: str, title: str, torchvision_name: str, system_folders: tuple[Path, ...], advice: str
-) -> Callable[[Path, bool], Dataset]:
-    def source(root: Path, download: bool) -> Dataset:
-        folders = (root, root / torchvision_name / "raw", *system_folders)
+def _idx(name: str, torchvision_name: str, system_folders: tuple[Path, ...], root: Path, download: bool) -> Dataset:
+    folders = (root, root / torchvision_name / "raw", *system_folders)
+    files = _find_idx(folders)
+    if files is None and download:
+        _download(torchvision_name, root)
         files = _find_idx(folders)
-        if files is None and download:
-            _download(torchvision_name, root)
-            files = _find_idx(folders)
-        if files is None:
-            raise FileNotFoundError(
-                f"{title}: no folder holds {', '.join(IDX_FILES)} (plain or .gz); looked in "
-                f"{', '.join(str(f) for f in folders)}. {advice}"
+    if files is None:
+        package = (
+            f"install Debian's package dataset-{name} (apt-get install dataset-{name}), " if system_folders else ""
+        )
+        raise FileNotFoundError(
+            f"{name}: no folder holds {', '.join(IDX_FILES)} (plain or .gz); looked in {', '.join(map(str, folders))}. Name the folder that "
+            f"holds them as root (--data-dir), {package}or let download=True (--download) fetch them."
+        )
+    contents = [idx_content(f) for f in files]
+    arrays = [parse_idx(raw, f) for raw, f in zip(contents, files, strict=True)]
+    for file, array, ndim in zip(files, arrays, (3, 1, 3, 1), strict=True):
+        if array.ndim != ndim:
+            raise ValueError(f"{file} must have {ndim} dimension(s), got shape {array.shape}.")
+    for images, labels in ((0, 1), (2, 3)):
+        if len(arrays[images]) != len(arrays[labels]):
+            raise ValueError(
+                f"{files[images]} has {len(arrays[images])} images and {files[labels]} has {len(arrays[labels])} labels; they must agree."
             )
-        shapes = [idx_shape(f) for f in files]  # before the data, of which a small file may hold many
-        for file, shape, ndim in zip(files, shapes, (3, 1, 3, 1), strict=True):
-            if len(shape) != ndim:
-                raise ValueError(f"{file} must have {ndim} dimension(s), got shape {shape}.")
-        for images, labels in ((0, 1), (2, 3)):
-            if shapes[images][0] != shapes[labels][0]:
-                raise ValueError(
-                    f"{files[images]} has {shapes[images][0]} images and {files[labels]} has {shapes[labels][0]} labels; they must agree."
-                )
-        contents = [idx_content(f) for f in files]
-        train_images, train_labels, test_images, test_labels = map(parse_idx, contents, files)
-        compare(name, [(str(f), n, md5(raw)) for f, n, raw in zip(files, IDX_FILES, contents, strict=True)])
-        return _tensors((train_images[:, None], train_labels), (test_images[:, None], test_labels), 10)
-
-    return source
+    train_images, train_labels, test_images, test_labels = arrays
+    compare(name, [(str(f), n, md5(raw)) for f, n, raw in zip(files, IDX_FILES, contents, strict=True)])
+    return _tensors((train_images[:, None], train_labels), (test_images[:, None], test_labels), 10)
 
 
 def _find_idx(folders: tuple[Path, ...]) -> list[Path] | None:
@@ -115,34 +114,23 @@ def _find_idx(folders: tuple[Path, ...]) -> list[Path] | None:
     return None
 
 
-def _cifar_source(
-    name: str,
-    title: str,
-    torchvision_name: str,
-    archive: str,
-    folder: str,
-    files: tuple[tuple[str, ...], tuple[str, ...]],
-    label_key: bytes,
-    num_classes: int,
-) -> Callable[[Path, bool], Dataset]:
-    def source(root: Path, download: bool) -> Dataset:
-        names = [f for part in files for f in part]
-        read = _cifar_contents(root, archive, folder, names)
-        if read is None and download:
-            _download(torchvision_name, root)
-            read = _cifar_contents(root, archive, folder, names)
-        if read is None:
-            missing = [str(root / folder / f) for f in names if not (root / folder / f).is_file()]
-            raise FileNotFoundError(
-                f"{title}: {root / archive} not found, nor {', '.join(missing)}. Name the folder that holds {archive} "
-                f"(the python version) or {folder}/ (what is in it) as root (--data-dir), or let download=True (--download) fetch it."
-            )
-        train, test = ([parse_cifar_batch(read[f][1], read[f][0], label_key) for f in part] for part in files)
-        compare(name, [(where, f, md5(raw)) for f, (where, raw) in read.items()])
-        joined = [tuple(np.concatenate(arrays) for arrays in zip(*part, strict=True)) for part in (train, test)]
-        return _tensors(*joined, num_classes)
-
-    return source
+def _cifar(
+    name: str, archive: str, folder: str, label_key: bytes, num_classes: int, root: Path, download: bool
+) -> Dataset:
+    read = _cifar_contents(root, archive, folder, list(PUBLISHED[name]))
+    if read is None and download:
+        _download(name.upper(), root)
+        read = _cifar_contents(root, archive, folder, list(PUBLISHED[name]))
+    if read is None:
+        raise FileNotFoundError(
+            f"{name}: {root / archive} not found, nor all of {', '.join(str(root / folder / f) for f in PUBLISHED[name])}. Name the folder "
+            f"that holds {archive} (the python version) or {folder}/ (what is in it) as root (--data-dir), or let download=True "
+            "(--download) fetch it."
+        )
+    *train, test = (parse_cifar_batch(raw, where, label_key) for where, raw in read.values())
+    compare(name, [(where, f, md5(raw)) for f, (where, raw) in read.items()])
+    images, labels = (np.concatenate(arrays) for arrays in zip(*train, strict=True))
+    return _tensors((images, labels), test, num_classes)
 
 
 def _cifar_contents(root: Path, archive: str, folder: str, names: list[str]) -> dict[str, tuple[str, bytes]] | None:
@@ -173,39 +161,10 @@ def _download(torchvision_name: str, root: Path) -> None:
 
 SOURCES: dict[str, Callable[[Path, bool], Dataset]] = {
     "digits": _digits,
-    "mnist": _idx_source(
-        "mnist",
-        "MNIST",
-        "MNIST",
-        (),
-        "Name the folder that holds them as root (--data-dir), or let download=True (--download) fetch them.",
-    ),
-    "fashion-mnist": _idx_source(
-        "fashion-mnist",
-        "Fashion-MNIST",
-        "FashionMNIST",
-        (DEBIAN_FASHION_MNIST,),
-        "Install them on Debian or Ubuntu with `apt-get install dataset-fashion-mnist`, name the folder that holds "
-        "them as root (--data-dir), or let download=True (--download) fetch them.",
-    ),
-    "cifar10": _cifar_source(
-        "cifar10",
-        "CIFAR-10",
-        "CIFAR10",
-        "cifar-10-python.tar.gz",
-        "cifar-10-batches-py",
-        (tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",)),
-        b"labels",
-        10,
-    ),
-    "cifar100": _cifar_source(
-        "cifar100",
-        "CIFAR-100",
-        "CIFAR100",
-        "cifar-100-python.tar.gz",
-        "cifar-100-python",
-        (("train",), ("test",)),
-        b"fine_labels",
-        100,
+    "mnist": functools.partial(_idx, "mnist", "MNIST", ()),
+    "fashion-mnist": functools.partial(_idx, "fashion-mnist", "FashionMNIST", (DEBIAN_FASHION_MNIST,)),
+    "cifar10": functools.partial(_cifar, "cifar10", "cifar-10-python.tar.gz", "cifar-10-batches-py", b"labels", 10),
+    "cifar100": functools.partial(
+        _cifar, "cifar100", "cifar-100-python.tar.gz", "cifar-100-python", b"fine_labels", 100
     ),
 }

@@ -26,16 +26,14 @@ class Task:
 
     Attributes:
         description: one line, for help texts.
-        transform: ``(images, labels, ids, num_classes, image_size, seed) -> (images, labels)``; whatever it draws for
-            an image, it draws from the image's id (:mod:`ella_cuda.data.draws`).
-        classes_per_class: the task's number of classes over the data set's.
+        transform: ``(images, ids, image_size, seed) -> images``; whatever it draws for an image, it draws from the image's id
+            (:mod:`ella_cuda.data.draws`).
         halved: whether images are made of halves, so that their size must be even.
-        positional: whether labels say where something is, so that flips and shifts would change them.
+        positional: whether labels say in which quadrant an image is, so that flips and shifts would change them.
     """
 
     description: str
-    transform: Callable[[Tensor, Tensor, Tensor, int, int, int], tuple[Tensor, Tensor]]
-    classes_per_class: int = 1
+    transform: Callable[[Tensor, Tensor, int, int], Tensor]
     halved: bool = False
     positional: bool = False
 
@@ -88,103 +86,71 @@ def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) 
             "dataset must not be normalised yet, or black would not be 0; call normalize on what this returns."
         )
 
-    def made(images: Tensor, labels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return chosen.transform(images, labels, ids, dataset.num_classes, image_size, seed)
-
-    train_images, train_labels = made(dataset.train_images, dataset.train_labels, dataset.train_ids)
-    test_images, test_labels = made(dataset.test_images, dataset.test_labels, dataset.test_ids)
-    num_classes = dataset.num_classes * chosen.classes_per_class
-    return Dataset(
-        train_images, train_labels, test_images, test_labels, num_classes, dataset.train_ids, dataset.test_ids
-    )
+    made, classes = {}, dataset.num_classes
+    for part in ("train", "test"):
+        images, labels, ids = (getattr(dataset, f"{part}_{kind}") for kind in ("images", "labels", "ids"))
+        made[f"{part}_images"] = chosen.transform(images, ids, image_size, seed)
+        made[f"{part}_labels"] = labels + classes * _quadrants(ids, seed).to(labels) if chosen.positional else labels
+        made[f"{part}_ids"] = ids
+    return Dataset(**made, num_classes=classes * (QUADRANTS if chosen.positional else 1))
 
 
-def _plain(
-    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    return resize(images, size), labels
+def _plain(images: Tensor, ids: Tensor, size: int, seed: int) -> Tensor:
+    return resize(images, size)
 
 
-def _placed(images: Tensor, ids: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images in their quadrants, ``(N, C, size, size)``, and the quadrants, ``(N,)``."""
-    quadrant = integers(ids, seed, "quadrant", QUADRANTS).to(images.device)
-    half = size // 2
+def _quadrants(ids: Tensor, seed: int) -> Tensor:
+    return integers(ids, seed, "quadrant", QUADRANTS)
+
+
+def _placed(images: Tensor, ids: Tensor, size: int, seed: int) -> Tensor:
+    """Images in their quadrants."""
+    quadrant, half = _quadrants(ids, seed).to(images.device), size // 2
     small = resize(images, half)
     canvas = images.new_zeros(*images.shape[:2], size, size)
     for q in range(QUADRANTS):
         row, column = half * (q // 2), half * (q % 2)
         canvas[quadrant == q, :, row : row + half, column : column + half] = small[quadrant == q]
-    return canvas, quadrant
+    return canvas
 
 
-def _digit(
-    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    return _placed(images, ids, size, seed)[0], labels
+def _turned_by(most: float) -> Callable[[Tensor, Tensor, int, int], Tensor]:
+    """Each image turned counter-clockwise, as it is looked at, by its angle of at most so many radians."""
+
+    def transform(images: Tensor, ids: Tensor, size: int, seed: int) -> Tensor:
+        return turned(resize(images, size), uniform(ids, seed, "angle", -most, most))
+
+    return transform
 
 
-def _quadrant(
-    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    canvas, quadrant = _placed(images, ids, size, seed)
-    return canvas, labels + num_classes * quadrant
+def _moved_by(share: float) -> Callable[[Tensor, Tensor, int, int], Tensor]:
+    """Each image moved by at most that share of its size each way."""
+
+    def transform(images: Tensor, ids: Tensor, size: int, seed: int) -> Tensor:
+        ways = [uniform(ids, seed, f"shift {way}", -share * size, share * size) for way in ("right", "down")]
+        same = torch.eye(2, dtype=torch.float64).expand(len(ids), 2, 2)
+        return warp(resize(images, size), same, -torch.stack(ways, dim=-1))
+
+    return transform
 
 
-def _rotated(
-    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    return _turned_by(math.pi, images, ids, size, seed), labels
-
-
-def _rotated_90(
-    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    return _turned_by(math.pi / 2, images, ids, size, seed), labels
-
-
-def _turned_by(most: float, images: Tensor, ids: Tensor, size: int, seed: int) -> Tensor:
-    """Each image turned counter-clockwise, as it is looked at, by its angle."""
-    return turned(resize(images, size), uniform(ids, seed, "angle", -most, most))
-
-
-def _translated(
-    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    return _moved_by(MAX_TRANSLATION * size, images, ids, size, seed), labels
-
-
-def _translated_far(
-    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    return _moved_by(FAR_TRANSLATION * size, images, ids, size, seed), labels
-
-
-def _moved_by(most: float, images: Tensor, ids: Tensor, size: int, seed: int) -> Tensor:
-    moved = torch.stack([uniform(ids, seed, f"shift {way}", -most, most) for way in ("right", "down")], dim=-1)
-    return warp(resize(images, size), torch.eye(2, dtype=torch.float64).expand(len(ids), 2, 2), -moved)
-
-
-def _scaled(
-    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
-) -> tuple[Tensor, Tensor]:
+def _scaled(images: Tensor, ids: Tensor, size: int, seed: int) -> Tensor:
     most = math.log(MAX_MAGNIFICATION)
     back = torch.eye(2, dtype=torch.float64) / uniform(ids, seed, "log scale", -most, most).exp()[:, None, None]
-    return warp(resize(images, size), back, torch.zeros(len(ids), 2, dtype=torch.float64)), labels
+    return warp(resize(images, size), back, torch.zeros(len(ids), 2, dtype=torch.float64))
 
 
 TASKS: dict[str, Task] = {
     "plain": Task("the images as they are, resized", _plain),
-    "digit": Task("each image in one of four quadrants; which class?", _digit, halved=True),
+    "digit": Task("each image in one of four quadrants; which class?", _placed, halved=True),
     "quadrant": Task(
-        "each image in one of four quadrants; which class, and which quadrant?",
-        _quadrant,
-        QUADRANTS,
-        halved=True,
-        positional=True,
+        "each image in one of four quadrants; which class, and which quadrant?", _placed, halved=True, positional=True
     ),
-    "rotated": Task("each image turned by up to 180° either way", _rotated),
-    "rotated-90": Task("each image turned by up to 90° either way", _rotated_90),
-    "translated": Task("each image moved by up to 8 of 32 pixels in each direction", _translated),
-    "translated-8of14": Task("each image moved by up to 8/14 of half its size in each direction", _translated_far),
+    "rotated": Task("each image turned by up to 180° either way", _turned_by(math.pi)),
+    "rotated-90": Task("each image turned by up to 90° either way", _turned_by(math.pi / 2)),
+    "translated": Task("each image moved by up to 8 of 32 pixels in each direction", _moved_by(MAX_TRANSLATION)),
+    "translated-8of14": Task(
+        "each image moved by up to 8/14 of half its size in each direction", _moved_by(FAR_TRANSLATION)
+    ),
     "scaled": Task("each image at 1/2 to 2 times its size", _scaled),
 }

@@ -13,8 +13,6 @@ from dataclasses import MISSING
 from typing import Any
 
 MANY = 2**31 - 1
-# Of single precision, the least positive number that is not subnormal, and the largest number.
-SINGLE = (2.0**-126, 2.0**128 - 2.0**104)
 KEY = "setting"  # of a field's metadata
 
 
@@ -27,8 +25,8 @@ class Setting:
         default: what a record without the field means; MISSING makes the field required.
         recipe: what data sets' recipes say, where that is not the default. Of an axis, the tuple of values that a grid has unless told.
         by_data: where a data set's recipe says something else, by name or tuple of names. by_layer: and for a network of that layer.
-        choices: of a str. minimum, maximum: of a number, in place of 1 and 2³¹-1 (int) or single precision's positive numbers (float).
-        check: of a str or float, in place of the range: raises ValueError for a wrong value; called with name and value.
+        choices: of a str. minimum, maximum: of a number, in place of 1 and 2³¹-1 (int) or all positive numbers (float).
+        check: of a str: raises ValueError for a wrong value; called with name and value.
         read: makes the one value out of several that mean the same; called with a str.
         several: of a str: whether it is several words, joined by "+" in any order.
         axis: whether it is what the runs of a grid differ in. option: whether the command line has an option of its name.
@@ -97,29 +95,18 @@ class Setting:
         if value < minimum:
             raise ValueError(f"{self.name} must be at least {minimum}, got {value}.")
         if value > maximum:
-            power = (maximum + 1).bit_length() - 1
-            bound = f"less than 2**{power}" if maximum + 1 == 2**power else f"at most {maximum}"
-            raise ValueError(f"{self.name} must be {bound}, got {value}.")
+            raise ValueError(f"{self.name} must be at most {maximum}, got {value}.")
         return int(value)
 
     def _real(self, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(f"{self.name} must be a real number, got {value!r}.")
-        try:
-            value = float(value)
-        except OverflowError:  # a whole number beyond all floats
-            value = math.inf if value > 0 else -math.inf
-        if self.check is not None:
-            return value
-        minimum, maximum = (
-            SINGLE[0] if self.minimum is None else self.minimum,
-            SINGLE[1] if self.maximum is None else self.maximum,
-        )
-        if minimum > 0 and not 0 < value < math.inf:
+        value, maximum = float(value), math.inf if self.maximum is None else self.maximum
+        if self.minimum is None and not 0 < value < math.inf:
             raise ValueError(f"{self.name} must be positive and finite, got {value}.")
-        if not minimum <= value <= maximum:
-            why = ", as single precision holds it" if self.minimum is None else ""
-            raise ValueError(f"{self.name} must be at least {minimum:.3g} and at most {maximum:.3g}{why}, got {value}.")
+        if not (self.minimum or 0) <= value <= maximum:
+            least = "positive" if self.minimum is None else f"at least {self.minimum:g}"
+            raise ValueError(f"{self.name} must be {least} and at most {maximum:g}, got {value}.")
         return value
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from ella_cuda import build_info
+
+CPUINFO = Path("/proc/cpuinfo")  # of Linux
 
 
 def resolve_device(name: str) -> torch.device:
@@ -63,29 +63,6 @@ def device_name(device: torch.device) -> str:
     """The model of the GPU or of the processor, or the processor's architecture where the system does not tell more."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return next(filter(None, _processor_names()))
-
-
-def _processor_names(cpuinfo: Path = Path("/proc/cpuinfo")) -> Iterator[str]:
-    """What Linux tells on x86, and what lscpu knows on ARM; what macOS tells; the architecture. Empty where there is no answer."""
-    if cpuinfo.exists():
-        yield _value("model name", cpuinfo.read_text(encoding="utf-8"))
-        yield _value("Model name", _said("lscpu")).strip("-")  # a dash for a number it does not know
-    yield _said("sysctl", "-n", "machdep.cpu.brand_string").strip()
-    yield platform.processor()
-    yield platform.machine()
-    yield "unknown"
-
-
-def _said(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
-def _value(key: str, table: str) -> str:
-    """Of the first line ``key : value`` with that key."""
-    rows = (line.partition(":") for line in table.splitlines())
-    return next((value.strip() for name, _, value in rows if name.strip() == key), "")
+    table = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
+    models = [line.partition(":")[2].strip() for line in table.splitlines() if line.startswith("model name")]
+    return next(filter(None, (*models, platform.processor(), platform.machine())), "unknown")

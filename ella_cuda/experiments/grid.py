@@ -86,16 +86,16 @@ def run_grid(
     Warns:
         UserWarning: begun runs go on with another number of threads: their numbers are the same up to rounding.
     """
-    out_dir = Path(out_dir)
+    ranks = None if group is None else Ranks(group, "run_grid")
     how = {"data_dir": data_dir, "download": download, "tensorboard": tensorboard, "cuda_graph": cuda_graph}
-    if group is None:
+    grid = _Grid(configs, Path(out_dir), options or {}, jobs, progress, how, on_begin, on_row)
+    if ranks is None:
         _check(configs, jobs, spread, False)
-        return _run_grid_here(configs, out_dir, options, jobs, progress, how, on_begin, on_row)
-    ranks = Ranks(group, "run_grid")
+        return grid.run(None)
     ranks.together(lambda: _check(configs, jobs, spread, True))
     found = ranks.exchange({"spread": spread, "cuda_graph": cuda_graph, "configs": [repr(c) for c in configs]})
     ranks.require_same_facts(found, "Pass all ranks the same arguments.")
-    return _run_grid_together(configs, out_dir, options, progress, how, on_begin, on_row, Spread(ranks, spread))
+    return grid.run_together(Spread(ranks, spread))
 
 
 def _check(configs: Sequence[RunConfig], jobs: int, spread: str, together: bool) -> None:
@@ -109,129 +109,118 @@ def _check(configs: Sequence[RunConfig], jobs: int, spread: str, together: bool)
     check_choice("spread", spread, SPREADS)
 
 
-def _run_grid_here(
-    configs: Sequence[RunConfig],
-    out_dir: Path,
-    options: dict[str, Any] | None,
-    jobs: int,
-    progress: bool,
-    how: dict[str, Any],
-    on_begin: Callable[[int], None] | None,
-    on_row: Callable[[dict[str, Any]], None] | None,
-    spread: Spread | None = None,
-) -> list[dict[str, Any]]:
-    """:func:`run_grid` of this process, or of rank 0."""
-    if how["tensorboard"]:
-        require_tensorboard()
-    require_data(configs[0], how["data_dir"], how["download"])  # before anything is written: the data may be missing
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(error.errno, f"the folder {out_dir} cannot be made ({error.strerror}); name another.") from error
-    threads = torch.get_num_threads() if jobs == 1 else max(1, torch.get_num_threads() // jobs)
-    with claim(out_dir / LOCK_FILE, f"the folder {out_dir}"):
-        return _run_grid(configs, out_dir, options or {}, jobs, threads, progress, how, on_begin, on_row, spread)
+@dataclasses.dataclass
+class _Grid:
+    """Arguments of :func:`run_grid`; ``how`` is for :func:`run_one`."""
 
+    configs: Sequence[RunConfig]
+    out_dir: Path
+    options: dict[str, Any]
+    jobs: int
+    progress: bool
+    how: dict[str, Any]
+    on_begin: Callable[[int], None] | None
+    on_row: Callable[[dict[str, Any]], None] | None
 
-def _run_grid_together(
-    configs: Sequence[RunConfig],
-    out_dir: Path,
-    options: dict[str, Any] | None,
-    progress: bool,
-    how: dict[str, Any],
-    on_begin: Callable[[int], None] | None,
-    on_row: Callable[[dict[str, Any]], None] | None,
-    spread: Spread,
-) -> list[dict[str, Any]]:
-    """:func:`run_grid` of several processes."""
-    rows = None
-    if spread.ranks.is_first:
+    def run(self, spread: Spread | None) -> list[dict[str, Any]]:
+        """Do the runs in this process, or as rank 0."""
+        if self.how["tensorboard"]:
+            require_tensorboard()
+        self._require_data()  # before anything is written: the data may be missing
         try:
-            rows = _run_grid_here(configs, out_dir, options, 1, progress, how, on_begin, on_row, spread)
-            spread.end()
-        except Exception as error:
-            spread.give_up(error)
-            raise
-    else:
-        spread.follow(
-            run_one,
-            configs,
-            out_dir,
-            {**how, "progress": False},
-            lambda: require_data(configs[0], how["data_dir"], how["download"]),
-        )
-    return spread.ranks.exchange(rows)[0]
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"the folder {self.out_dir} cannot be made ({error.strerror}); name another."
+            ) from error
+        with claim(self.out_dir / LOCK_FILE, f"the folder {self.out_dir}"):
+            self._begin()
+            return self._do(spread)
 
+    def run_together(self, spread: Spread) -> list[dict[str, Any]]:
+        """Do the runs as one of several processes."""
+        rows = None
+        if spread.ranks.is_first:
+            try:
+                rows = self.run(spread)
+                spread.end()
+            except Exception as error:
+                spread.give_up(error)
+                raise
+        else:
+            how = {**self.how, "progress": False}
+            spread.follow(run_one, self.configs, self.out_dir, how, self._require_data)
+        return spread.ranks.exchange(rows)[0]
 
-def _run_grid(
-    configs: Sequence[RunConfig],
-    out_dir: Path,
-    options: dict[str, Any],
-    jobs: int,
-    threads: int,
-    progress: bool,
-    how: dict[str, Any],
-    on_begin: Callable[[int], None] | None,
-    on_row: Callable[[dict[str, Any]], None] | None,
-    spread: Spread | None,
-) -> list[dict[str, Any]]:
-    """:func:`run_grid` in a folder that is claimed, each run on so many threads; ``how`` is for :func:`run_one`."""
-    names = [c.name for c in configs]
-    config_path = out_dir / run_folder.CONFIG_FILE
-    if config_path.exists():
-        if read_grid(out_dir)[0] != list(configs):
-            raise ValueError(f"{out_dir} belongs to other runs (see {config_path}); choose another folder.")
-    else:
-        if (out_dir / run_folder.SUMMARY_FILE).exists():
-            raise ValueError(
-                f"{out_dir} has a {run_folder.SUMMARY_FILE} but no {run_folder.CONFIG_FILE}: not a folder of ella_cuda; choose another."
-            )
-        run_folder.write_config(out_dir, [dataclasses.asdict(c) for c in configs], options)
-    for name in names:
-        require_inside(out_dir / name)
-    _tidy(out_dir, names)
-    done = {row["run"]: row for row in run_folder.read_summary(out_dir)}
-    note_environment(out_dir, configs[0].device, jobs, threads)
-    if on_begin is not None:
-        on_begin(len(done))
-    if done:  # a session killed after writing the summary left the pictures behind it
-        save_report([done[n] for n in names if n in done], out_dir)
-    waiting = [c for c in configs if c.name not in done]
-    if jobs > 1:
-        _warn_of_other_threads(out_dir, waiting, threads)  # workers cannot
-    epochs = sum(c.epochs for c in configs)
-    bar = tqdm(total=epochs, desc=counted(len(configs), "run"), unit="epoch", disable=not progress, **bar_size())
+    def _require_data(self) -> None:
+        require_data(self.configs[0], self.how["data_dir"], self.how["download"])
 
-    def show() -> None:
-        bar.n = sum(c.epochs for c in configs if c.name in done) + sum(r["epoch"] for r in read_running(out_dir))
-        bar.set_postfix({"done": len(done)})
+    def _begin(self) -> None:
+        """Make the folder this grid's, or see that it is."""
+        config_path = self.out_dir / run_folder.CONFIG_FILE
+        if config_path.exists():
+            if read_grid(self.out_dir)[0] != list(self.configs):
+                raise ValueError(f"{self.out_dir} belongs to other runs (see {config_path}); choose another folder.")
+        else:
+            if (self.out_dir / run_folder.SUMMARY_FILE).exists():
+                raise ValueError(
+                    f"{self.out_dir} has a {run_folder.SUMMARY_FILE} but no {run_folder.CONFIG_FILE}: not a folder of ella_cuda; choose "
+                    "another."
+                )
+            run_folder.write_config(self.out_dir, [dataclasses.asdict(c) for c in self.configs], self.options)
+        names = [c.name for c in self.configs]
+        for name in names:
+            require_inside(self.out_dir / name)
+        _tidy(self.out_dir, names)
 
-    def finish(row: dict[str, Any]) -> None:
-        done[row["run"]] = run_folder.sealed_row(row, out_dir)
-        save_report([done[n] for n in names if n in done], out_dir)
-        show()
-        if on_row is not None:
-            with bar.external_write_mode():  # what it prints has lines of its own
-                on_row(row)
+    def _do(self, spread: Spread | None) -> list[dict[str, Any]]:
+        """The runs that are not done."""
+        out_dir, names = self.out_dir, [c.name for c in self.configs]
+        threads = max(1, torch.get_num_threads() // self.jobs)
+        done = {row["run"]: row for row in run_folder.read_summary(out_dir)}
+        note_environment(out_dir, self.configs[0].device, self.jobs, threads)
+        if self.on_begin is not None:
+            self.on_begin(len(done))
+        if done:  # a session killed after writing the summary left the pictures behind it
+            save_report([done[n] for n in names if n in done], out_dir)
+        waiting = [c for c in self.configs if c.name not in done]
+        if self.jobs > 1:
+            _warn_of_other_threads(out_dir, waiting, threads)  # workers cannot
+        epochs, desc = sum(c.epochs for c in self.configs), counted(len(names), "run")
+        bar = tqdm(total=epochs, desc=desc, unit="epoch", disable=not self.progress, **bar_size())
 
-    with bar:
-        show()
-        if spread is not None:
-            rows = spread.rows(run_one, sorted(waiting, key=_is_dense), out_dir, {**how, "progress": progress})
-            with contextlib.closing(rows):
-                for row in rows:
-                    try:
-                        finish(row)
-                    except Exception as error:
-                        rows.throw(error)
-        elif jobs == 1:
-            for config in sorted(waiting, key=_is_dense):  # the longest last
-                finish(run_one(config, out_dir / config.name, progress=progress, **how))
-        elif waiting:
-            calls = [(config, out_dir / config.name, how) for config in _spread(waiting)]
-            for _, row in run_at_once(_run_quietly, calls, min(jobs, len(calls)), threads, show):
-                finish(row)
-    return [done[n] for n in names]
+        def show() -> None:
+            of_done = sum(c.epochs for c in self.configs if c.name in done)
+            bar.n = of_done + sum(r["epoch"] for r in read_running(out_dir))
+            bar.set_postfix({"done": len(done)})
+
+        def finish(row: dict[str, Any]) -> None:
+            done[row["run"]] = run_folder.sealed_row(row, out_dir)
+            save_report([done[n] for n in names if n in done], out_dir)
+            show()
+            if self.on_row is not None:
+                with bar.external_write_mode():  # what it prints has lines of its own
+                    self.on_row(row)
+
+        how, in_order = {**self.how, "progress": self.progress}, sorted(waiting, key=_is_dense)  # the longest last
+        with bar:
+            show()
+            if spread is not None:
+                rows = spread.rows(run_one, in_order, out_dir, how)
+                with contextlib.closing(rows):
+                    for row in rows:
+                        try:
+                            finish(row)
+                        except Exception as error:
+                            rows.throw(error)
+            elif self.jobs == 1:
+                for config in in_order:
+                    finish(run_one(config, out_dir / config.name, **how))
+            elif waiting:
+                calls = [(config, out_dir / config.name, self.how) for config in _spread(waiting)]
+                for _, row in run_at_once(_run_quietly, calls, min(self.jobs, len(calls)), threads, show):
+                    finish(row)
+        return [done[n] for n in names]
 
 
 def _tidy(out_dir: Path, names: Sequence[str]) -> None:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Collection
 from typing import Any
 
 from ella_cuda.augment import GENERATORS
 from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
-from ella_cuda.experiments.declaring import SINGLE, setting, settings_of
+from ella_cuda.experiments.declaring import setting, settings_of
 from ella_cuda.groups import GROUPS
 from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.prior_structure import STRUCTURES
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
-from ella_cuda.models import GROUP_PATH, INITS, PATHS, SPARSE_PATHS
+from ella_cuda.models import GROUP_PATH, INITS, PATHS
 from ella_cuda.nn.group_conv import VARIANTS
 from ella_cuda.nn.group_layers import FRAMES
 from ella_cuda.ops.basis import BASIS_KINDS, LARGEST_INVERSE_LENGTHSCALE
 from ella_cuda.reports.text import OBJECTIVE_TITLES
-from ella_cuda.training.learners import HYPER_OPTIMIZERS, STEP_LIMIT
+from ella_cuda.training.learners import HYPER_OPTIMIZERS, STEP_LIMIT, WORDS, learner_arguments
 
 OBJECTIVES = tuple(OBJECTIVE_TITLES)  # in the order of the tables
 RESTARTS = ("none", "evidence")  # of the learning rate
-# Of the bases of sparsified layers, under evidence; joined by "+" as paths are. Or the amounts of an augmentation.
-LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales", "augmentation")
+TOGETHER = sorted(word for word, learner in WORDS.items() if not learner.alone)
+# What the evidence learns beside the precisions: words joined by "+", as paths are.
+LEARN = (
+    "",
+    *("+".join(words) for k in range(1, len(TOGETHER) + 1) for words in itertools.combinations(TOGETHER, k)),
+    *sorted(word for word, learner in WORDS.items() if learner.alone),
+)
 # In place of the recipes, where amounts are learned: they need many evidence steps.
 AUGMENTED = {"burn_in": 4, "frequency": 2, "restarts": "none"}
 DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
@@ -38,6 +45,11 @@ def as_learn(words: str) -> str:
     return "+".join(sorted(words.split("+")))
 
 
+def can_learn(words: str, paths: Collection[str]) -> bool:
+    """Whether a network of layers of those paths has what all of the words, joined by "+", learn."""
+    return all(not WORDS[word].paths or not WORDS[word].paths.isdisjoint(paths) for word in words.split("+") if word)
+
+
 def _check_layer(name: str, value: str) -> None:
     paths = value.split("+")
     if not set(paths) <= set(PATHS) or len(set(paths)) != len(paths):
@@ -49,30 +61,10 @@ def _check_generators(name: str, value: str) -> None:
         raise ValueError(f"{name} must be names out of {', '.join(GENERATORS)}, got {value!r}.")
 
 
-def _check_cooldown(name: str, value: float) -> None:
-    if not SINGLE[0] <= value <= 1:
-        raise ValueError(f"{name} must be above 0, by {SINGLE[0]:.3g} or more, and at most 1, got {value}.")
-
-
-def _check_tolerance(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must be at least 0 and less than 1, got {value}.")
-    if 0 < value < SINGLE[0]:
-        raise ValueError(f"{name} must be 0 or at least {SINGLE[0]:.3g}, got {value}.")
-
-
 def _check_ood(name: str, value: str) -> None:
     known = (*SOURCES, ROTATED)
     if value and not set(value.split("+")) <= set(known):
         raise ValueError(f"{name} must be names out of {', '.join(known)}, got {value!r}.")
-
-
-def _check_holdout(name: str, value: float) -> None:
-    minimum, maximum = MIN_HOLDOUT, 1 - MIN_HOLDOUT
-    if not minimum <= value <= maximum:
-        raise ValueError(
-            f"{name} must lie between {minimum:g} and {maximum:g}, got {value}: images are needed on both sides."
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +115,8 @@ class DataConfig:
     )
     holdout: float | None = setting(
         None,
-        check=_check_holdout,
+        minimum=MIN_HOLDOUT,
+        maximum=1 - MIN_HOLDOUT,
         help="keep this fraction of the training images to evaluate on, instead of the test images",
     )
     data_seed: int = setting(
@@ -197,7 +190,7 @@ class OptimizerConfig:
     cooldown: float | None = setting(
         None,
         by_data={"digits": 0.3},
-        check=_check_cooldown,
+        maximum=1.0,
         help="share of the steps, or of each cycle, the last, in which lr falls linearly (- below: a cosine over all)",
     )
     restarts: str = setting(
@@ -223,7 +216,8 @@ class CurvatureConfig:
     column_tolerance: float = setting(
         0.0,
         by_data={"digits": 0.05},
-        check=_check_tolerance,
+        minimum=0.0,
+        maximum=0.999,
         help="share of the output Hessian's trace that curvature may leave out",
     )
 
@@ -255,15 +249,24 @@ class EvidenceConfig(CurvatureConfig):
         None, option=False, help="images in a minibatch of the curvature pass; None leaves it to the device"
     )
     prior_structure: str = setting("layerwise", choices=STRUCTURES, help="which parameter tensors share a precision")
-    lr_lengthscales: float = setting(
-        0.03, help="Adam's learning rate on the logarithms of lengthscales that --learn names"
-    )
-    lr_anchors: float = setting(0.003, help="Adam's learning rate on anchors that --learn names, in pixels")
+
+
+LearnersConfig = dataclasses.make_dataclass(
+    "LearnersConfig",
+    [
+        (name, learner_arguments([word])[name].annotation, setting(default, help=text))
+        for word, learner in WORDS.items()
+        for name, (default, text) in learner.run_settings.items()
+    ],
+    namespace={"__doc__": "Arguments of the learners that a run may name."},
+    frozen=True,
+    kw_only=True,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AmountsConfig:
-    """A learned augmentation: arguments of :class:`ella_cuda.augment.AffineAugment`, and its rate."""
+    """A learned augmentation: arguments of :class:`ella_cuda.augment.AffineAugment`."""
 
     generators: str = setting(
         "+".join(sorted(GENERATORS)),
@@ -281,7 +284,6 @@ class AmountsConfig:
         maximum=3.0,
         help="amounts at the start: half images of tx, ty, radians of rotation, logarithms of sx, sy, shear",
     )
-    lr_aug: float = setting(0.2, help="Adam's learning rate on amounts, through a softplus")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -301,7 +303,14 @@ class EvaluationConfig:
 # Fields begin with GridConfig's, the last base's: a run's name has their order.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(
-    EvaluationConfig, AmountsConfig, EvidenceConfig, OptimizerConfig, NetworkConfig, DataConfig, GridConfig
+    EvaluationConfig,
+    AmountsConfig,
+    LearnersConfig,
+    EvidenceConfig,
+    OptimizerConfig,
+    NetworkConfig,
+    DataConfig,
+    GridConfig,
 ):
     """One run: everything that its numbers depend on. The ``help`` of each field says what it is, as ``ella-cuda train --help`` does.
 
@@ -332,8 +341,6 @@ class RunConfig(
             )
         if self.data in self.ood.split("+"):
             raise ValueError(f"ood must name other data than the run's own, {self.data}; got {self.ood!r}.")
-        if self.learns_amounts and self.objective != "evidence":
-            raise ValueError(f"learn={self.learn!r} needs evidence, got the objective {self.objective}.")
         if self.learns_amounts and TASKS[self.task].positional:
             others = " or ".join(name for name, task in TASKS.items() if not task.positional)
             raise ValueError(
@@ -343,11 +350,10 @@ class RunConfig(
             raise ValueError(
                 f"augment must be none with learn={self.learn!r}, whose evidence is that of the images as they are; got {self.augment!r}."
             )
-        if self.learn and not self.learns_amounts and (self.objective != "evidence" or not SPARSE_PATHS & self.paths):
-            raise ValueError(
-                f"learn={self.learn!r} needs evidence and a layer with a path out of {', '.join(sorted(SPARSE_PATHS))}; got {self.objective} "
-                f"and {self.layer}."
-            )
+        if self.learn and (self.objective != "evidence" or not can_learn(self.learn, self.paths)):
+            needed = frozenset().union(*(WORDS[word].paths for word in self.learn.split("+")))
+            layer = f" and a layer with a path out of {', '.join(sorted(needed))}" if needed else ""
+            raise ValueError(f"learn={self.learn!r} needs evidence{layer}; got {self.objective} and {self.layer}.")
         if self.objective == "evidence" and self.burn_in >= self.epochs:
             raise ValueError(
                 f"burn_in must be less than epochs for evidence runs, or no evidence step is done; got burn_in "

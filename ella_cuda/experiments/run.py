@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from ella_cuda.distributed import Ranks, shard
 from ella_cuda.experiments.device import device_of_process, resolve_device
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions, evaluate
-from ella_cuda.experiments.hyperparameters import CurvatureConfig, NetworkConfig, RunConfig
+from ella_cuda.experiments.hyperparameters import CurvatureConfig, LearnersConfig, NetworkConfig, RunConfig
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files
@@ -42,7 +41,8 @@ from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
 from ella_cuda.run_folder import CHECKPOINT_FILE, of_network, write_history, write_samples
 from ella_cuda.training import Evaluation, marglik_training
-from ella_cuda.training.checkpoint import random_state, restore_random_state
+from ella_cuda.training.checkpoint import kept_random_state
+from ella_cuda.training.processes import OneProcess, Processes
 
 # A batch of the curvature pass is some 300 kernels, however many images it has: of few a GPU is done before Python has launched them.
 EVIDENCE_BATCH_SIZES = {"cpu": 150, "cuda": 1000}
@@ -68,10 +68,7 @@ def prepare(
     """
     dataset = load(data, data_dir, download)
     if holdout_fraction is not None:
-        try:
-            dataset = holdout(dataset, holdout_fraction, data_seed)
-        except ValueError as error:
-            raise ValueError(f"holdout: {error}") from error
+        dataset = holdout(dataset, holdout_fraction, data_seed)
     if train_size is not None:
         dataset = subsample(dataset, train_size, data_seed)
     if test_size is not None:
@@ -83,17 +80,16 @@ def prepare(
 
 def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool = False) -> Dataset:
     """The images and labels of a run, on the CPU; see :func:`prepare`."""
-    size, seed = config.image_size, config.data_seed
-    sizes = {"train_size": config.train_size, "test_size": config.test_size}
     dataset = prepare(
         config.data,
         config.task,
-        size,
-        seed,
-        holdout_fraction=config.holdout,
-        data_dir=data_dir,
-        download=download,
-        **sizes,
+        config.image_size,
+        config.data_seed,
+        config.train_size,
+        config.holdout,
+        data_dir,
+        download,
+        config.test_size,
     )
     return black_as_zero(dataset) if config.learns_amounts else dataset
 
@@ -121,14 +117,7 @@ def same_copies(model: nn.Module, draws: Tensor | None) -> AbstractContextManage
     return model.augment.held(draws) if isinstance(model, AveragedFunction) and draws is not None else nullcontext()
 
 
-@contextmanager
-def own_random_state() -> Iterator[None]:
-    """The generators of torch, numpy and Python are the context's own: at its end they are where they were."""
-    before = random_state([])
-    try:
-        yield
-    finally:
-        restore_random_state(before, [])
+own_random_state = functools.partial(kept_random_state, [])  # the generators of torch, numpy and Python
 
 
 @own_random_state()
@@ -179,17 +168,11 @@ def run_one(
         RuntimeError: ``tensorboard`` without the package of that name; somebody else works in the folder.
     """
     run_dir = Path(run_dir)
-    ranks = None if group is None else Ranks(group, "run_one")
-    if ranks is not None and not ranks.is_first:
-        ranks.agree()
-        return _run(config, run_dir, False, data_dir, download, False, cuda_graph, ranks)
-    if ranks is not None:
-        with ExitStack() as stack:
-            ranks.together(lambda: _begin(run_dir, tensorboard, stack))
-            return _run(config, run_dir, progress, data_dir, download, tensorboard, cuda_graph, ranks)
+    ranks = OneProcess() if group is None else Ranks(group, "run_one")
+    first = ranks.is_first
     with ExitStack() as stack:
-        _begin(run_dir, tensorboard, stack)
-        return _run(config, run_dir, progress, data_dir, download, tensorboard, cuda_graph)
+        ranks.together(lambda: _begin(run_dir, tensorboard, stack) if first else None)
+        return _run(config, run_dir, progress and first, data_dir, download, tensorboard and first, cuda_graph, ranks)
 
 
 def _begin(run_dir: Path, tensorboard: bool, stack: ExitStack) -> None:
@@ -224,28 +207,25 @@ def _run(
     download: bool,
     tensorboard: bool,
     cuda_graph: bool,
-    ranks: Ranks | None = None,
+    ranks: Processes,
 ) -> dict[str, Any]:
     """:func:`run_one` in a folder that is claimed, by rank 0 where there are several."""
-    first = ranks is None or ranks.is_first
+    first = ranks.is_first
     device = device_of_process(resolve_device(config.device))
     if config.evidence_batch_size is None:
         config = dataclasses.replace(config, evidence_batch_size=EVIDENCE_BATCH_SIZES[device.type])
-
-    def all_do(work: Callable[[], Any]) -> Any:
-        return work() if ranks is None else ranks.together(work)
 
     def loaded() -> tuple[Dataset, Any]:
         found = prepare_for(config, data_dir, download).to(device)
         return found, asked_images(config, found, data_dir, download)
 
-    dataset, asked = all_do(loaded)
+    dataset, asked = ranks.together(loaded)
     torch.manual_seed(config.seed)
     network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
     bare = build_network(config, **network).to(device)
     model = averaged(config, bare)
-    diary = all_do(lambda: Diary(run_dir, config, network, bare) if first else None)
-    log = all_do(lambda: TensorBoardLog(run_dir / FOLDER, layout(bare)) if tensorboard else None)
+    diary = ranks.together(lambda: Diary(run_dir, config, network, bare) if first else None)
+    log = ranks.together(lambda: TensorBoardLog(run_dir / FOLDER, layout(bare)) if tensorboard else None)
 
     def record(evaluation: Evaluation) -> None:
         diary.record(evaluation)
@@ -276,9 +256,7 @@ def _run(
         lr_hyp=config.lr_hyp,
         prior_structure=config.prior_structure,
         learn=[name for name in config.learn.split("+") if name],
-        lr_lengthscales=config.lr_lengthscales,
-        lr_anchors=config.lr_anchors,
-        lr_aug=config.lr_aug,
+        **config.of(LearnersConfig),
         n_epochs_burnin=config.burn_in,
         n_hypersteps=config.hypersteps,
         marglik_frequency=config.frequency,
@@ -292,7 +270,7 @@ def _run(
         depends_on=config.chosen,
         on_evaluation=record,
         description=config.name,
-        group=None if ranks is None else ranks.group,
+        group=ranks.group,
     )
     reason = None
     if config.objective == "map":
@@ -300,16 +278,13 @@ def _run(
         if needed > MAP_EVIDENCE_BYTES:
             reason = f"its curvature needs {needed / 1e6:.0f} MB; computed for MAP runs up to {MAP_EVIDENCE_BYTES / 1e6:.0f} MB"
         else:
-            if ranks is None:
-                la.fit(evidence_loader)
-            else:
-                la.fit(shard(evidence_loader, ranks.group), group=ranks.group)
+            own = evidence_loader if ranks.group is None else shard(evidence_loader, ranks.group)
+            la.fit(own, group=ranks.group)
 
     def described() -> dict[str, Any]:
         return _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)
 
-    row = all_do(lambda: described() if first else None)
-    return row if ranks is None else ranks.exchange(row)[0]
+    return ranks.exchange(ranks.together(lambda: described() if first else None))[0]
 
 
 def _described(

@@ -51,7 +51,7 @@ class InvariantFilterBank(nn.Module):
         resampling: "adjoint" or "inverse", of "filters".
 
     Raises:
-        TypeError: augment is no :class:`ella_cuda.augment.AffineAugment`; x is no tensor.
+        TypeError: augment is no :class:`ella_cuda.augment.AffineAugment`.
         ValueError: an argument does not fit; in forward, x has another shape, dtype or device, or draws are not shared.
 
     Source: van der Ouderaa and van der Wilk, "Learning invariant weights in neural networks", UAI 2022; van der Wilk, "Learnable inductive
@@ -72,7 +72,7 @@ class InvariantFilterBank(nn.Module):
         super().__init__()
         if not isinstance(augment, AffineAugment):
             raise TypeError(f"InvariantFilterBank: augment must be an AffineAugment, got {type(augment).__name__}.")
-        if not isinstance(in_shape, (list, tuple)) or len(in_shape) != 3:
+        if len(in_shape) != 3:
             raise ValueError(f"InvariantFilterBank: in_shape must be (C, H, W), positive integers, got {in_shape!r}.")
         self.in_shape = tuple(
             positive_integer("each size of in_shape", side, "InvariantFilterBank") for side in in_shape
@@ -149,8 +149,6 @@ class InvariantFilterBank(nn.Module):
         return activated(z if self.bias is None else z + self.bias, ACTIVATIONS[self.activation])
 
     def _check(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"InvariantFilterBank: x must be a tensor, got {type(x).__name__}.")
         if x.dim() != 4 or tuple(x.shape[1:]) != self.in_shape:
             raise ValueError(
                 f"InvariantFilterBank: x must have shape (N, {', '.join(map(str, self.in_shape))}), got {tuple(x.shape)}."

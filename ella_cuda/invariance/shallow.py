@@ -49,10 +49,6 @@ class ShallowNetwork(nn.Module):
         learn_noise: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(features, nn.Module):
-            raise TypeError(f"ShallowNetwork: features must be a module, got {type(features).__name__}.")
-        if not isinstance(layer, BayesianLinear):
-            raise TypeError(f"ShallowNetwork: layer must be a BayesianLinear, got {type(layer).__name__}.")
         self.likelihood = check_choice("ShallowNetwork: likelihood", likelihood, LIKELIHOODS)
         self.features, self.layer = features, layer
         log_sigma = layer.mean.new_tensor(math.log(positive("sigma_noise", sigma_noise, "ShallowNetwork")))

@@ -23,7 +23,7 @@ from ella_cuda.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
     random_state,
-    restore_steps,
+    restore,
     threads_of,
     warn_of_unsaved_state,
 )
@@ -33,6 +33,14 @@ from ella_cuda.training.points import Points, points_of
 from ella_cuda.training.start import require_passes
 
 OBJECTIVES = ("bound", "point")
+ENTRIES = {
+    "epoch": int,
+    "history": list,
+    "settings": dict,
+    "model": dict,
+    "optimizer": dict,
+    "random": dict,
+}  # of a state
 
 
 class ElboTrainer:
@@ -96,8 +104,6 @@ class ElboTrainer:
         depends_on: Mapping[str, Any] | None = None,
         description: str = "training",
     ) -> None:
-        if not isinstance(model, ShallowNetwork):
-            raise TypeError(f"ElboTrainer: model must be a ShallowNetwork, got {type(model).__name__}.")
         check_choice("ElboTrainer: objective", objective, OBJECTIVES)
         counts = {"n_epochs": n_epochs, "checkpoint_frequency": checkpoint_frequency, "n_samples": n_samples}
         n_epochs, checkpoint_frequency, n_samples = (positive_integer(*one, "ElboTrainer") for one in counts.items())
@@ -218,7 +224,7 @@ class ElboTrainer:
         self._restore("the state", state)
 
     def _restore(self, source: str, state: Mapping[str, Any]) -> None:
-        restore_steps(source, state, self._settings, self.model, self._optimizer, [self._loader])
+        restore(source, state, self._settings, self.model, self._optimizer, [self._loader], ENTRIES)
         self.epochs, self.history = state["epoch"], [dict(entry) for entry in state["history"]]
 
     def _parameters(self, objective: str) -> tuple[list[Tensor], list[Tensor]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ella_cuda.claim import claim
 from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
 from ella_cuda.laplace.evidence import Evidence, data_weight, effective_by_tensor, square_distances
@@ -300,7 +303,7 @@ def solve(
     :meth:`ella_cuda.laplace.KronLaplace.fit_linear_mode`."""
     file = _Checkpoint(la, form, checkpoint)
     bars = tqdm(desc="linear mode", unit="pass", disable=not progress_bar, leave=False)
-    with bars as bar, torch.no_grad():
+    with file.claimed(), bars as bar, torch.no_grad():
         loss = _Loss(la, loader, form, bar)
         theta = file.read()
         theta = start if theta is None else theta
@@ -487,6 +490,12 @@ class _Checkpoint:
             raise FileNotFoundError(
                 f"fit_linear_mode: checkpoint: the folder {self.path.parent} does not exist; make it."
             )
+
+    def claimed(self) -> AbstractContextManager[None]:
+        """A lock, by which one process alone works on the file."""
+        if self.path is None:
+            return contextlib.nullcontext()
+        return claim(self.path.with_name(f".{self.path.name}.lock"), f"fit_linear_mode: checkpoint {self.path}")
 
     def read(self) -> Tensor | None:
         """The place where the last solution was interrupted, if one was; what killed processes left of the file is removed."""

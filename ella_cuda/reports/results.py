@@ -116,6 +116,11 @@ def amounts_table(rows: Rows) -> str:
     return columns(lines)
 
 
+def run_tables(rows: Rows) -> list[str]:
+    """The tables of finished runs but for those of layers; no table is empty."""
+    return [table for table in (results_table(rows), rotations_table(rows), amounts_table(rows)) if table]
+
+
 def _auroc_titles(rows: Rows) -> dict[str, tuple[str, str]]:
     """Title and style of what :func:`flattened` makes of ``ood``."""
     found = {}
@@ -187,13 +192,7 @@ def save_report(rows: Rows, out_dir: Path) -> None:
     """
     write_summary(out_dir, rows)
     write_file(out_dir / CSV_FILE, results_csv(rows))
-    text = results_table(rows)
-    if turned := rotations_table(rows):
-        text += "\n\n" + turned
-    if amounts := amounts_table(rows):
-        text += "\n\n" + amounts
-    if learned(rows):
-        text += "\n\n" + layer_table(learned(rows))
+    text = "\n\n".join(filter(None, (*run_tables(rows), layer_table(learned(rows)))))
     write_file(out_dir / TABLE_FILE, text + "\n")
     for failure in save_pictures(rows, out_dir, out_dir).failures:
         warnings.warn(failure, RuntimeWarning, stacklevel=2)

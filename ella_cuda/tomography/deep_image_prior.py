@@ -22,8 +22,6 @@ from ella_cuda.training.checkpoint import (
     plain,
     random_state,
     restore_random_state,
-    wrong_form,
-    wrong_optimizer_state,
 )
 
 LARGEST = 1000.0  # absolute value of a weight
@@ -80,9 +78,6 @@ class Loop:
                         "Ask for as many, or name another file."
                     )
                 try:
-                    own = {key: value for key, value in state().items() if key != "measured"}  # of any rank
-                    if wrong := wrong_form(kept["state"], own):
-                        raise ValueError(f"its state {wrong}")
                     restore(kept["state"])
                     restore_random_state(kept["random"], ())
                 except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -110,14 +105,9 @@ class Loop:
             raise ValueError(
                 f"{self.where}: {path} is a checkpoint of something else. Name another file, or move it away to start anew."
             )
-        forms = {"settings": dict, "values": list, "state": dict, "random": dict}
-        for key, kind in forms.items():
+        for key, kind in {"settings": dict, "values": list, "state": dict, "random": dict}.items():
             if not isinstance(kept.get(key), kind):
                 raise ValueError(f"{self.where}: the checkpoint {path} has no {key}; move it away to start anew.")
-        if not all(isinstance(value, float) for value in kept["values"]):
-            raise ValueError(
-                f"{self.where}: values of the checkpoint {path} are no floats; move it away to start anew."
-            )
         of_another = kept["of"] != self.where or kept["settings"].keys() != self.settings.keys()
         other = [key for key, value in self.settings.items() if not agree(kept["settings"].get(key), value)]
         if of_another or other:
@@ -125,13 +115,6 @@ class Loop:
             raise ValueError(
                 f"{self.where}: the checkpoint {path} is of another run: {what}. Pass what that run had, or name another file."
             )
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
-    """Put an optimizer back to a checkpoint's state; ValueError where it is of another form."""
-    if wrong := wrong_optimizer_state(kept, optimizer, stepped=True):
-        raise ValueError(f"its optimizer {wrong}")
-    optimizer.load_state_dict(kept)
 
 
 def require_same(kept: Tensor, projected: Tensor) -> None:
@@ -201,7 +184,7 @@ def fit_network(
     def restore(kept: Mapping[str, Any]) -> None:
         network.load_state_dict(kept["network"])
         require_same(kept["projected"], projected())
-        load_optimizer(optimizer, kept["optimizer"])
+        optimizer.load_state_dict(kept["optimizer"])
         best.update(loss=float(kept["best"]["loss"]), network=dict(kept["best"]["network"]))
 
     # The outer context puts back the mode of every part.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,52 +56,12 @@ class LinearisedImage:
         return found
 
 
-class Measured(Protocol):
-    """What both ways to the covariance of the measurements have. Hyperparameters are the terms' weights ``(T,)`` and the noise's variance,
-    float64; images are ``(S, H, W)`` and data ``(S, n)``, n measurements each. Estimates are by draws of the generator."""
-
-    def evaluate(
-        self, weights: Tensor, noise: Tensor, residual: Tensor | None, *, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, ...]:
-        """log|Kyy|, and with a residual r ``(n,)`` the sum of that and r' Kyy^-1 r; its gradients in weights and noise."""
-        ...
-
-    def solve(self, weights: Tensor, noise: Tensor, data: Tensor) -> Tensor:
-        """Kyy^-1 of each row."""
-        ...
-
-    def log_determinant(self, weights: Tensor, noise: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """log|Kyy|."""
-        ...
-
-    def difference_terms(self, generator: torch.Generator | None = None) -> Tensor:
-        """For each term C, the variances of neighbours' differences under J C J', ``(T, pairs)``."""
-        ...
-
-    def prior_draws(self, weights: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-        """J S^(1/2) e, e normal: ``(n, H, W)``, float64."""
-        ...
-
-    def smoothed(self, weights: Tensor, data: Tensor) -> Tensor:
-        """J S J' A' of each row: ``(S, n) -> (S, H, W)``."""
-        ...
-
-    def covariance(self, weights: Tensor, noise: Tensor) -> Tensor:
-        """Of the image given measurements, ``(d, d)``."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next evaluations depend on besides their arguments and torch's generator."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        ...
-
-
 class DenseMeasured:
     """By dense matrices: the terms in image space and in data space, once; then every evaluation is a sum of matrices and a Cholesky
     factorisation. With more measurements than pixels, data space is that of the pixels, by A = QR.
+
+    Hyperparameters are the terms' weights ``(T,)`` and the noise's variance, float64; images are ``(S, H, W)`` and data ``(S, n)``, n
+    measurements each. Estimates are by draws of the generator.
 
     Attributes:
         operator: A, or R, float64 ``(k, d)``, k = min(n, d). basis: Q, or None. image_terms: ``(T, d, d)``. terms: ``(T, k, k)``.
@@ -140,6 +100,7 @@ class DenseMeasured:
     def evaluate(
         self, weights: Tensor, noise: Tensor, residual: Tensor | None, *, generator: torch.Generator | None = None
     ) -> tuple[Tensor, ...]:
+        """log|Kyy|, and with a residual r ``(n,)`` the sum of that and r' Kyy^-1 r; its gradients in weights and noise."""
         factor = self._factor(weights, noise)
         flat, more = self.terms.flatten(1), self.n_data - len(factor)  # those outside of A's range are noise alone
         inverse = torch.cholesky_inverse(factor)
@@ -156,10 +117,12 @@ class DenseMeasured:
         return logdet + inside @ solved + outside / noise, flat @ inverse.flatten(), by_noise
 
     def log_determinant(self, weights: Tensor, noise: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """log|Kyy|."""
         factor = self._factor(weights, noise)
         return 2 * factor.diagonal().log().sum() + (self.n_data - len(factor)) * noise.log()
 
     def solve(self, weights: Tensor, noise: Tensor, data: Tensor) -> Tensor:
+        """Kyy^-1 of each row."""
         data, factor = data.double(), self._factor(weights, noise)
         if self.basis is None:
             return torch.cholesky_solve(data.T, factor).T
@@ -167,6 +130,7 @@ class DenseMeasured:
         return torch.cholesky_solve(inside.T, factor).T @ self.basis.T + (data - inside @ self.basis.T) / noise
 
     def difference_terms(self, generator: torch.Generator | None = None) -> Tensor:
+        """For each term C, the variances of neighbours' differences under J C J', ``(T, pairs)``."""
         return difference_variances(self.image_terms, self.image_shape)
 
     def prior_covariance(self, weights: Tensor) -> Tensor:
@@ -174,20 +138,24 @@ class DenseMeasured:
         return (weights @ self.image_terms.flatten(1)).view(self.image_terms.shape[1:])
 
     def prior_draws(self, weights: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+        """J S^(1/2) e, e normal: ``(n, H, W)``, float64."""
         values, vectors = torch.linalg.eigh(self.prior_covariance(weights))
         normal = torch.randn(n, len(values), dtype=torch.float64, device=values.device, generator=generator)
         return ((normal * values.clamp_min(0).sqrt()) @ vectors.T).view(n, *self.image_shape)
 
     def smoothed(self, weights: Tensor, data: Tensor) -> Tensor:
+        """J S J' A' of each row: ``(S, n) -> (S, H, W)``."""
         inside = data.double() if self.basis is None else data.double() @ self.basis
         return (inside @ self.operator @ self.prior_covariance(weights)).view(-1, *self.image_shape)
 
     def covariance(self, weights: Tensor, noise: Tensor) -> Tensor:
+        """Covariance of the image given measurements, ``(d, d)``."""
         prior = self.prior_covariance(weights)
         reduced = torch.linalg.solve_triangular(self._factor(weights, noise), self.operator @ prior, upper=False)
         return prior - reduced.T @ reduced
 
     def state_dict(self) -> dict[str, Any]:
+        """What the next evaluations depend on besides their arguments and torch's generator."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -206,8 +174,8 @@ class DenseMeasured:
 
 
 class IterativeMeasured:
-    """By products with the Jacobian, conjugate gradients and random probes: memory is that of a few data and weight vectors, not of
-    matrices. Gradients of the log determinant are Hutchinson's unbiased estimates.
+    """The methods of :class:`DenseMeasured` by products with the Jacobian, conjugate gradients and random probes: memory is that of a few
+    data and weight vectors, not of matrices. Gradients of the log determinant are Hutchinson's unbiased estimates.
 
     Args:
         n_probes: for an estimate.
@@ -443,7 +411,7 @@ class LogNormalTerms(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        measured: Measured,
+        measured: DenseMeasured | IterativeMeasured,
         weights: Tensor,
         noise: Tensor,
         residual: Tensor | None,

@@ -83,8 +83,6 @@ class FilterPrior:
         weights = dict(network.named_parameters())
         found, seen = [], set()
         for name, members in named.items():
-            if isinstance(members, str) or not members:
-                raise ValueError(f"FilterPrior: blocks[{name!r}] must be names of weights, got {members!r}.")
             for member in members:
                 if member not in weights or weights[member].dim() != 4:
                     got = f"of shape {tuple(weights[member].shape)}" if member in weights else "which the network lacks"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from ella_cuda.laplace import TangentModel
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.ops._precision import in_own_precision
-from ella_cuda.tomography.deep_image_prior import Loop, as_image, data_loss, fit_network, load_optimizer, require_same
+from ella_cuda.tomography.deep_image_prior import Loop, as_image, data_loss, fit_network, require_same
 from ella_cuda.tomography.evidence import (
     DenseMeasured,
     IterativeMeasured,
@@ -26,6 +25,7 @@ from ella_cuda.tomography.evidence import (
 from ella_cuda.tomography.filter_prior import FilterPrior
 from ella_cuda.tomography.rays import DTYPES, LinearMap, RayTransform
 from ella_cuda.tomography.total_variation import differences, expected_absolute
+from ella_cuda.training.checks import positive, positive_integer
 
 METHODS = ("auto", "dense", "iterative")
 PLACES = ("network", "linear", "linear_tv")
@@ -107,19 +107,12 @@ class LinearisedDIP:
         tol: float = 1e-3,
         rank: int = 200,
     ) -> None:
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"LinearisedDIP: network must be a torch.nn.Module, got {type(network).__name__}.")
-        if not isinstance(ray_transform, LinearMap):
-            raise TypeError(
-                f"LinearisedDIP: ray_transform must be a RayTransform or RayOperator, got {type(ray_transform).__name__}; give functions of "
-                "yours as RayOperator(forward, adjoint, image_size)."
-            )
         reals = {"tv_weight": tv_weight, "tol": tol, "memory_budget": memory_budget}
         counts = {"batch_size": batch_size, "n_probes": n_probes, "max_iterations": max_iterations}
         if rank != 0:  # no preconditioner
             counts["rank"] = rank
         reals = {name: _at_least_zero("LinearisedDIP", name, value) for name, value in reals.items()}
-        counts = {name: _positive_integer("LinearisedDIP", name, value) for name, value in counts.items()}
+        counts = {name: positive_integer(name, value, "LinearisedDIP") for name, value in counts.items()}
         self.network, self.ray_transform, self.tv_weight = network, ray_transform, reals["tv_weight"]
         self.form, self.method = check_choice("form", form, FORMS), check_choice("method", method, METHODS)
         self.memory_budget, self.batch_size = reals["memory_budget"], counts.pop("batch_size")
@@ -181,9 +174,9 @@ class LinearisedDIP:
         x = _own(x[None, None] if x.dim() == 2 else x, self._kind)
         if not any(p.requires_grad for p in self.network.parameters()):
             raise ValueError(f"{where}: network must have a parameter that requires a gradient, got none.")
-        n_steps = _positive_integer(where, "n_steps", n_steps)
-        checkpoint_every = _positive_integer(where, "checkpoint_every", checkpoint_every)
-        lr = _positive(where, "lr", lr)
+        n_steps = positive_integer("n_steps", n_steps, where)
+        checkpoint_every = positive_integer("checkpoint_every", checkpoint_every, where)
+        lr = positive("lr", lr, where)
         settings = {
             "data": tensors_digest(y),
             "network_input": tensors_digest(x),
@@ -297,9 +290,9 @@ class LinearisedDIP:
             for name, value in values.items():
                 if name not in known:
                     raise ValueError(f"{where}: {key} must be of the blocks {', '.join(known)}, got {name!r}.")
-                raw[f"log_{key}"][known.index(name)] = math.log(_positive(where, f"{key}[{name!r}]", value))
+                raw[f"log_{key}"][known.index(name)] = math.log(positive(f"{key}[{name!r}]", value, where))
         if noise is not None:
-            raw["log_noise"] = torch.full_like(raw["log_noise"], math.log(_positive(where, "noise", noise)))
+            raw["log_noise"] = torch.full_like(raw["log_noise"], math.log(positive("noise", noise, where)))
         self._raw = raw
 
     @torch.inference_mode(False)
@@ -350,10 +343,10 @@ class LinearisedDIP:
         where = "LinearisedDIP.optimize_hyperparameters"
         self._require_linear("optimize_hyperparameters")
         check_choice("at", at, PLACES)
-        n_steps = _positive_integer(where, "n_steps", n_steps)
-        linear_steps = _positive_integer(where, "linear_steps", linear_steps)
-        checkpoint_every = _positive_integer(where, "checkpoint_every", checkpoint_every)
-        lr, linear_lr = _positive(where, "lr", lr), _positive(where, "linear_lr", linear_lr)
+        n_steps = positive_integer("n_steps", n_steps, where)
+        linear_steps = positive_integer("linear_steps", linear_steps, where)
+        checkpoint_every = positive_integer("checkpoint_every", checkpoint_every, where)
+        lr, linear_lr = positive("lr", lr, where), positive("linear_lr", linear_lr, where)
         tv_prior = _at_least_zero(where, "tv_prior", tv_prior)
         settings: dict[str, Any] = {
             "data": tensors_digest(self._y, self._x, self._image.tangent.point),
@@ -416,7 +409,7 @@ class LinearisedDIP:
             with torch.no_grad():
                 for key, r in raw.items():
                     r.copy_(kept["raw"][key])
-            load_optimizer(optimizer, kept["optimizer"])
+            optimizer.load_state_dict(kept["optimizer"])
             if tv_terms is not None:
                 tv_terms = kept["tv_terms"].to(tv_terms)
             self._measured.load_state_dict(kept["measured"])
@@ -515,7 +508,7 @@ class LinearisedDIP:
         """
         if self.is_dense:
             return self.covariance(image_noise).diagonal().view(self._image.image_shape)
-        n_samples = _positive_integer("LinearisedDIP.variance", "n_samples", n_samples)
+        n_samples = positive_integer("n_samples", n_samples, "LinearisedDIP.variance")
         total, left = torch.zeros(self._image.image_shape, dtype=torch.float64, device=self._kind["device"]), n_samples
         while left:
             count = min(left, self.batch_size)
@@ -537,7 +530,7 @@ class LinearisedDIP:
         Source: Wilson et al., "Efficiently sampling functions from Gaussian process posteriors", ICML 2020.
         """
         self._require_linear("sample")
-        n = _positive_integer("LinearisedDIP.sample", "n", n)
+        n = positive_integer("n", n, "LinearisedDIP.sample")
         return self.reconstruction.double() + self._deviations(n, generator)
 
     @torch.no_grad()
@@ -573,8 +566,8 @@ class LinearisedDIP:
         error = (x.to(self._kind["device"]).double() - self.reconstruction.double()).flatten()
         if patch_size is None:
             return _log_normal(where, error, self.covariance(image_noise)) / len(error)
-        side = _positive_integer(where, "patch_size", patch_size)
-        n_samples = _positive_integer(where, "n_samples", n_samples)
+        side = positive_integer("patch_size", patch_size, where)
+        n_samples = positive_integer("n_samples", n_samples, where)
         number = torch.arange(len(error), device=error.device).view(shape)
         patches = [part.flatten() for rows in number.split(side, 0) for part in rows.split(side, 1)]
         if self.is_dense:
@@ -679,7 +672,7 @@ class LinearisedDIP:
             require_same(kept["projected"], projected)
             theta.detach().copy_(kept["theta"])
             best, found = float(kept["best"][0]), kept["best"][1].to(theta)
-            load_optimizer(optimizer, kept["optimizer"])
+            optimizer.load_state_dict(kept["optimizer"])
 
         loop.run(n_steps, step, state, restore)
         return found
@@ -744,30 +737,5 @@ def _log_normal(where: str, error: Tensor, covariance: Tensor) -> Tensor:
     return -0.5 * (white.square().sum() + len(error) * math.log(2 * math.pi)) - factor.diagonal().log().sum()
 
 
-def _positive(where: str, name: str, value: float) -> float:
-    number = _number(where, name, value)
-    if not (number > 0 and math.isfinite(number)):
-        raise ValueError(f"{where}: {name} must be positive and finite, got {value!r}.")
-    return number
-
-
 def _at_least_zero(where: str, name: str, value: float) -> float:
-    number = _number(where, name, value)
-    if not (number >= 0 and math.isfinite(number)):
-        raise ValueError(f"{where}: {name} must be at least 0 and finite, got {value!r}.")
-    return number
-
-
-def _number(where: str, name: str, value: float) -> float:
-    if isinstance(value, str):
-        raise TypeError(f"{where}: {name} must be a number, got {value!r}.")
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{where}: {name} must be a number, got {type(value).__name__}.") from error
-
-
-def _positive_integer(where: str, name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{where}: {name} must be a positive integer, got {value!r}.")
-    return int(value)
+    return 0.0 if isinstance(value, (int, float)) and value == 0 else positive(name, value, where)

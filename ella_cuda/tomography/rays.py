@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda.ops._precision import in_own_precision
+from ella_cuda.training.checks import positive_integer
 
 DTYPES = (torch.float32, torch.float64)
 DENSE = 1 << 22  # entries of a matrix, at most, that is held dense too
@@ -151,7 +152,6 @@ class RayTransform(LinearMap):
         image_shape, data_shape: ``(H, W)`` and ``(angles, detectors)``.
 
     Raises:
-        TypeError: an argument is of the wrong type.
         ValueError: an argument is out of range; in ``forward`` and ``adjoint``, a shape does not fit.
 
     Source: Joseph, "An improved algorithm for reprojecting rays through pixel images", IEEE Trans. Med. Imaging 1982.
@@ -167,7 +167,7 @@ class RayTransform(LinearMap):
         self.angles = _angles(angles)
         if detector_size is None:
             detector_size = math.ceil(math.hypot(*self.image_shape)) // 2 * 2 + 1
-        detectors = _count("RayTransform", "detector_size", detector_size)
+        detectors = positive_integer("detector_size", detector_size, "RayTransform")
         self.data_shape = len(self.angles), detectors
         self._sparse = _joseph(self.image_shape, self.angles, detectors)
         self._matrices: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
@@ -245,7 +245,7 @@ class RayOperator(LinearMap):
         data_shape: what ``forward`` returns for an image.
 
     Raises:
-        TypeError: a function is none or returns no tensor.
+        TypeError: a function returns no float32 or float64 tensor.
         ValueError: a shape does not fit, the map is not linear, or the adjoint is not the map's.
     """
 
@@ -261,14 +261,8 @@ class RayOperator(LinearMap):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, function in (("forward", forward), ("adjoint", adjoint), ("fbp", fbp)):
-            if not callable(function) and not (name == "fbp" and function is None):
-                raise TypeError(f"RayOperator: {name} must be a function, got {type(function).__name__}.")
         self.image_shape = _image_shape("RayOperator", image_size)
-        shape = self.image_shape if image_shape is None else image_shape
-        if not isinstance(shape, (tuple, list)) or not all(isinstance(side, Integral) for side in shape):
-            raise TypeError(f"RayOperator: image_shape must be a sequence of integers, got {shape!r}.")
-        self._takes = tuple(shape)
+        self._takes = self.image_shape if image_shape is None else tuple(image_shape)
         if math.prod(self._takes) != math.prod(self.image_shape):
             raise ValueError(
                 f"RayOperator: image_shape must have the {math.prod(self.image_shape)} numbers of a {self.image_shape} image, got "
@@ -372,29 +366,17 @@ def _joseph(image_shape: tuple[int, int], angles: Tensor, detectors: int) -> Ten
 
 def _angles(angles: int | Sequence[float] | Tensor) -> Tensor:
     """Radians, float64."""
-    if isinstance(angles, Integral) and not isinstance(angles, bool):
-        count = _count("RayTransform", "angles", angles)
+    if isinstance(angles, Integral):
+        count = positive_integer("angles", angles, "RayTransform")
         return torch.arange(count, dtype=torch.float64, device="cpu") * (math.pi / count)
-    try:
-        found = torch.as_tensor(angles, dtype=torch.float64, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"RayTransform: angles must be a number or a sequence of radians, got {angles!r}.") from error
+    found = torch.as_tensor(angles, dtype=torch.float64, device="cpu")
     if found.dim() != 1 or not len(found) or not found.isfinite().all():
         raise ValueError(f"RayTransform: angles must be a positive number or finite radians (angles,), got {angles!r}.")
     return found.detach().clone()
 
 
-def _count(where: str, name: str, value: int) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{where}: {name} must be an integer, got {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"{where}: {name} must be positive, got {value}.")
-    return int(value)
-
-
 def _image_shape(where: str, size: int | Sequence[int]) -> tuple[int, int]:
-    sides = (size, size) if isinstance(size, Integral) else tuple(size) if isinstance(size, (tuple, list)) else ()
-    if len(sides) != 2:
-        raise TypeError(f"{where}: image_size must be an integer or (H, W), got {size!r}.")
-    height, width = (_count(where, "image_size", side) for side in sides)
+    height, width = (
+        positive_integer("image_size", side, where) for side in ((size, size) if isinstance(size, Integral) else size)
+    )
     return height, width

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
 import math
@@ -27,8 +28,7 @@ from ella_cuda.training.checks import warn
 from ella_cuda.training.learners import Learner
 
 FORMAT = 4
-FORMATS = (3, FORMAT)  # that can be read
-ENTRIES = {
+ENTRIES = {  # of a state of a trainer
     "epoch": int,
     "margliks": list,
     "losses": list,
@@ -44,7 +44,6 @@ BEFORE = {
     "augment": None,
     "aug_sampling": None,
     "keep": "last",
-    "hold_factors": True,
 }  # settings that older states do not name, and what they were
 ROUNDED = "optimizer_groups"  # whose rates may follow from sums, so that they hang on the number of threads by rounding
 ROUNDING = 1e-6  # relative
@@ -191,8 +190,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         if what := no_file(path):
             raise ValueError(f"it is {what}")
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums it stores
-            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
-                raise ValueError("a part is compressed, which torch's never are")
             damaged = archive.testzip()
         if damaged is not None:
             raise ValueError(f"the checksum of its part {damaged} does not fit")
@@ -211,26 +208,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         MemoryError, RecursionError,
     ) as error:  # fmt: skip
         raise _unreadable(path, error) from error
-    if not isinstance(state, dict) or state.get("format") not in FORMATS:
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is not a checkpoint of this version of ella_cuda (format {' or '.join(map(str, FORMATS))} expected). Move it away to "
-            "start anew."
+            f"{path} is not a checkpoint of this version of ella_cuda (format {FORMAT} expected). Move it away to start anew."
         )
-    return state if state["format"] == FORMAT or "prior" not in state else _of_format_3(path, state)
-
-
-def _of_format_3(path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint that has one optimizer for all bases, with a group for each word of ``learn``."""
-    try:
-        learners = {"prior": {**state["prior"], "optimizer": state["hyper_optimizer"]}}
-        for i, word in enumerate(state["settings"]["learn"]):
-            steps, group = state["shape_optimizer"]["state"], state["shape_optimizer"]["param_groups"][i]
-            kept = {j: steps[number] for j, number in enumerate(group["params"]) if number in steps}
-            group = {**group, "params": [*range(len(group["params"]))]}
-            learners[word] = {"optimizer": {"state": kept, "param_groups": [group]}}
-    except (LookupError, TypeError) as error:
-        raise _does_not_fit(f"the checkpoint {path}", f"its learners cannot be read ({error!r})") from error
-    return {**state, "learners": learners}
+    return state
 
 
 def _unreadable(path: str | Path, why: object) -> ValueError:
@@ -296,23 +278,21 @@ def check_entries(path: str | Path, state: dict[str, Any]) -> None:
         ValueError: an entry is missing or of another type; the message names it.
     """
     source = f"the checkpoint {path}"
-    _check_forms(source, state)
+    _check_forms(source, state, ENTRIES)
     last = state["history"][-1] if state["history"] else {}
     for key in ("epoch", "prior_precision", "sigma_noise"):
         if key not in last:
             raise _does_not_fit(source, f"has no {key} in its last evaluation")
 
 
-def _check_forms(source: str, state: Mapping[str, Any]) -> None:
-    for key, kind in ENTRIES.items():
+def _check_forms(source: str, state: Mapping[str, Any], entries: Mapping[str, type]) -> None:
+    for key, kind in entries.items():
         if not isinstance(state.get(key), kind):
             what = f"{key} is a {type(state[key]).__name__}" if key in state else f"has no {key}"
             raise _does_not_fit(source, what)
-    for key, form in (("losses", float), ("margliks", float), ("history", dict)):
-        if any(not isinstance(value, form) for value in state[key]):
-            raise _does_not_fit(source, f"{key} holds something else than {form.__name__}s")
-    if state["epoch"] < 0 or len(state["losses"]) != state["epoch"]:
-        raise _does_not_fit(source, f"has {len(state['losses'])} losses of {state['epoch']} epochs")
+    counted = "losses" if "losses" in entries else "history"
+    if len(state[counted]) != state["epoch"]:
+        raise _does_not_fit(source, f"{counted} has {len(state[counted])} entries of {state['epoch']} epochs")
 
 
 def restore(
@@ -321,11 +301,12 @@ def restore(
     settings: Mapping[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    learners: Sequence[Learner],
-    loaders: Iterable[Any],
+    loaders: Sequence[Any],
+    entries: Mapping[str, type] = ENTRIES,
+    scheduler: Any = None,
+    learners: Sequence[Learner] = (),
 ) -> None:
-    """Put a training back to a state of its own. All of it is checked before anything changes.
+    """Put a training back to a state of its own; a state that does not fit changes nothing.
 
     Args:
         source: what the state is, for messages.
@@ -333,6 +314,7 @@ def restore(
         settings: of this training.
         model, optimizer, scheduler, learners: what has a state; ``scheduler`` may be None.
         loaders: whose generators go on.
+        entries: types of what the state must have, by name.
 
     Raises:
         ValueError: the state does not fit; see :func:`load_checkpoint`, or an entry is missing or of another form.
@@ -341,55 +323,37 @@ def restore(
         UserWarning: the run was on another number of threads, on the CPU: its numbers are those of one run up to rounding.
     """
     _check_run(source, state, settings, model)
-    _check_forms(source, state)
-    wrong = {"optimizer": wrong_optimizer_state(state["optimizer"], optimizer, stepped=state["epoch"] > 0)}
+    _check_forms(source, state, entries)
     if (scheduler is None) != (state.get("scheduler") is None):
         raise _does_not_fit(source, f"has {'a' if scheduler is None else 'no'} scheduler")
+    parts = {"model": (model, state["model"]), "optimizer": (optimizer, state["optimizer"])}
     if scheduler is not None:
-        wrong["scheduler"] = wrong_form(state["scheduler"], scheduler.state_dict())
-    for learner in learners:
-        wrong[f"learner {learner.name}"] = _wrong_learner_state(state["learners"].get(learner.name), learner, state)
-    for key, what in wrong.items():
-        if what:
-            raise _does_not_fit(source, f"{key} {what}")
-    _check_random_state(source, "random", state["random"], loaders)
-    if state["margliks"] or state.get("random_at_fit") is not None:
-        _check_random_state(source, "random_at_fit", state.get("random_at_fit"), loaders)
-    if state.get("best") is not None:
-        _check_best(source, state["best"], state, loaders)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    if scheduler is not None:
-        scheduler.load_state_dict(state["scheduler"])
-    for learner in learners:
-        learner.load_state_dict(state["learners"][learner.name])
-    restore_random_state(state["random"], loaders)
+        parts["scheduler"] = (scheduler, state["scheduler"])
+    parts |= {f"learner {one.name}": (one, state["learners"].get(one.name)) for one in learners}
+    before, random_before = Snapshot(*(part for part, _ in parts.values())), random_state(loaders)
+    name = "random"
+    try:
+        restore_random_state(state["random"], loaders)
+        for name in parts:
+            part, saved = parts[name]
+            part.load_state_dict(saved)
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        before.restore()
+        restore_random_state(random_before, loaders)
+        raise _does_not_fit(source, f"{name} is of another form ({error})") from error
     _warn_of_threads(source, state, model)
 
 
-def restore_steps(
-    source: str,
-    state: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loaders: Iterable[Any],
-) -> None:
-    """Put a training of one optimizer alone back to a state of its own, all of which is checked first; see :func:`restore`."""
-    _check_run(source, state, settings, model)
-    for key, kind in (("epoch", int), ("history", list), ("optimizer", dict), ("random", dict)):
-        if not isinstance(state.get(key), kind):
-            raise _does_not_fit(source, f"has no {key} of type {kind.__name__}")
-    epoch, history = state["epoch"], state["history"]
-    if epoch < 0 or len(history) != epoch or not all(isinstance(entry, dict) for entry in history):
-        raise _does_not_fit(source, f"has a history that is not one of {epoch} epochs")
-    if wrong := wrong_optimizer_state(state["optimizer"], optimizer, stepped=epoch > 0):
-        raise _does_not_fit(source, f"optimizer {wrong}")
-    _check_random_state(source, "random", state["random"], loaders)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    restore_random_state(state["random"], loaders)
-    _warn_of_threads(source, state, model)
+class Snapshot:
+    """Copies of the states of parts of a training."""
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = [part for part in parts if part is not None]
+        self._states = [copy.deepcopy(part.state_dict()) for part in self._parts]
+
+    def restore(self) -> None:
+        for part, state in zip(self._parts, self._states, strict=True):
+            part.load_state_dict(state)
 
 
 def _warn_of_threads(source: str, state: Mapping[str, Any], model: nn.Module) -> None:
@@ -399,19 +363,6 @@ def _warn_of_threads(source: str, state: Mapping[str, Any], model: nn.Module) ->
             f"the run of {source.removeprefix('the checkpoint ')} goes on with {now} thread(s), before it had {before}: {OTHER_THREADS}. Set "
             f"OMP_NUM_THREADS={before} to repeat it."
         )
-
-
-def _wrong_learner_state(found: Any, learner: Learner, state: Mapping[str, Any]) -> str | None:
-    """What is wrong with a learner's saved state, None if nothing."""
-    expected = learner.state_dict()
-    if learner.optimizer is None or "optimizer" not in expected:
-        return wrong_form(found, expected)
-    if wrong := wrong_form(found, expected | {"optimizer": {}}):
-        return wrong
-    # Others may have been at an evidence step without a step of their own: at the last.
-    stepped = learner.name == "prior" and bool(state["margliks"])
-    wrong = wrong_optimizer_state(found["optimizer"], learner.optimizer, stepped)
-    return wrong and f"optimizer {wrong}"
 
 
 def threads_of(model: nn.Module) -> int | None:
@@ -461,108 +412,6 @@ def _first_difference(name: str, found: Any, expected: Any, rounding: float) -> 
     else:
         return name, found, expected
     return _first_difference(*next(pair for pair in pairs if not agree(pair[1], pair[2], rounding)), rounding)
-
-
-def _check_best(source: str, best: Any, state: Mapping[str, Any], loaders: Iterable[Any]) -> None:
-    """ValueError where what is kept of the evaluation with the best evidence has another form than the state's own."""
-    prior = state["learners"]["prior"]
-    form = {"epoch": 0, "model": state["model"], **{key: prior[key] for key in ("log_precision", "log_sigma")}}
-    if wrong := wrong_form(best, form):
-        raise _does_not_fit(source, f"best {wrong}")
-    _check_random_state(source, "random_at_fit of the best evidence", best.get("random_at_fit"), loaders)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def wrong_form(found: Any, expected: Any) -> str | None:
-    """What a part's saved state has of another form than its own, which stands for all values of its type; None if nothing."""
-    if isinstance(expected, dict):
-        if not isinstance(found, dict):
-            return f"is a {type(found).__name__}, not a dict"
-        for key, value in expected.items():
-            if key not in found:
-                if not str(key).startswith("_"):  # torch's versions differ in those
-                    return f"has no {key}"
-            elif wrong := wrong_form(found[key], value):
-                return f"[{key!r}] {wrong}"
-    elif isinstance(expected, (list, tuple)):
-        if not isinstance(found, (list, tuple)) or len(found) != len(expected):
-            return f"is not a list of {len(expected)}"
-        return next((f"[{i}] {w}" for i, w in enumerate(map(wrong_form, found, expected)) if w), None)
-    elif isinstance(expected, Tensor):
-        numbers = _is_number(expected) and _is_number(found)
-        if not numbers and (not isinstance(found, Tensor) or found.shape != expected.shape):
-            shape = tuple(found.shape) if isinstance(found, Tensor) else f"none, but a {type(found).__name__}"
-            return f"has shape {shape}, here {tuple(expected.shape)}"
-        dtype = found.dtype if isinstance(found, Tensor) else expected.dtype
-        if dtype != expected.dtype and not (numbers and torch.promote_types(dtype, expected.dtype) == dtype):
-            return f"is in {dtype}, here in {expected.dtype}"
-    elif isinstance(expected, (bool, int, float)) and not _is_number(found):
-        return f"is a {type(found).__name__}, not a number"
-    return None
-
-
-def wrong_optimizer_state(found: Any, optimizer: torch.optim.Optimizer, stepped: bool) -> str | None:
-    """What is wrong with an optimizer's saved state, None if nothing. ``stepped``: whether it has done a step."""
-    if wrong := wrong_form(found, {**optimizer.state_dict(), "state": {}}):
-        return wrong
-    groups = [[*group["params"]] for group in optimizer.state_dict()["param_groups"]]
-    if [list(group["params"]) for group in found["param_groups"]] != groups:
-        return "has other groups of parameters"
-    for numbers, group in zip(groups, optimizer.param_groups, strict=True):
-        form = _form_of_state(optimizer, group)
-        for number, parameter in zip(numbers, group["params"], strict=True):
-            state = found["state"].get(number)
-            if state is None:
-                if stepped and form:
-                    return f"has no state of parameter {number}"
-                continue
-            expected = {key: like.new_zeros(parameter.shape if like.dim() else ()) for key, like in form.items()}
-            if wrong := wrong_form(state, expected):
-                return f"['state'][{number}] {wrong}"
-    return None
-
-
-def _form_of_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that the optimizer keeps for a parameter after a step, of a small parameter: they have its shape or are one number.
-
-    Found by a step on a small parameter. Nothing is known of optimizers that take other arguments than their groups have, and of tensors
-    of other shapes.
-    """
-    first = group["params"][0]
-    small = torch.zeros(2, 3, dtype=first.dtype, device=first.device, requires_grad=True)
-    small.grad = torch.zeros_like(small)
-    options = {key: value for key, value in group.items() if key != "params"}
-    try:
-        trial = type(optimizer)([{**options, "params": [small]}])
-        trial.step()
-        kept = dict(trial.state[small])
-    except Exception:  # someone else's class, whose first step says what does not fit
-        return {}
-    tensors = {key: v for key, v in kept.items() if isinstance(v, Tensor) and v.shape in ((2, 3), ())}
-    # Numbers of steps are of torch's default dtype, which may be another when they are read.
-    return {key: v if v.dim() or not v.is_floating_point() else v.float() for key, v in tensors.items()}
-
-
-def _check_random_state(source: str, name: str, state: Any, loaders: Iterable[Any]) -> None:
-    """Put the state into generators of our own: what they refuse, is damaged."""
-    try:
-        torch.Generator().set_state(state["torch"])
-        generators = _generators(loaders)
-        if len(state["loaders"]) != len(generators):
-            raise ValueError(
-                f"{len(state['loaders'])} generators of loaders, this run has {len(generators)}: pass loaders like those it began with"
-            )
-        for generator, saved in zip(generators, state["loaders"], strict=True):
-            torch.Generator(generator.device).set_state(saved)
-        if len(state["cuda"]) > torch.cuda.device_count():
-            raise ValueError(f"generators of {len(state['cuda'])} CUDA devices, here are {torch.cuda.device_count()}")
-        random.Random().setstate(_python_state(state["python"]))
-        np.random.RandomState().set_state(_numpy_state(state["numpy"]))
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-        raise _does_not_fit(source, f"{name} is no state of generators ({error})") from error
 
 
 def _generators(loaders: Iterable[Any]) -> list[torch.Generator]:

@@ -43,31 +43,6 @@ def positive_integer(name: str, value: int, where: str) -> int:
     return int(value)
 
 
-def check_schedule(objective: str, n_epochs: int, n_epochs_burnin: int, marglik_frequency: int, learn: object) -> None:
-    """ValueError where the evidence steps that the arguments ask for never come."""
-    if objective != "evidence":
-        return
-    if n_epochs_burnin >= n_epochs:
-        raise ValueError(
-            f"marglik_training: n_epochs_burnin must be less than n_epochs, or no evidence step is done; got {n_epochs_burnin} and "
-            f"{n_epochs}. For training without evidence steps pass objective='map'."
-        )
-    if (
-        learn and (n_epochs - 1) // marglik_frequency * marglik_frequency <= n_epochs_burnin
-    ):  # the last evaluation before the last epoch
-        raise ValueError(
-            f"marglik_training: learn={learn!r} needs an evidence step after n_epochs_burnin = {n_epochs_burnin} and before the last epoch, "
-            f"{n_epochs}; with marglik_frequency = {marglik_frequency} there is none."
-        )
-
-
-def steps_of(objective: str, n_epochs: int, n_epochs_burnin: int, marglik_frequency: int) -> int:
-    """How many evidence steps come before the last epoch."""
-    if objective == "map":
-        return 0
-    return max((n_epochs - 1) // marglik_frequency - n_epochs_burnin // marglik_frequency, 0)
-
-
 WITHIN = ("ella_cuda.training", "ella_cuda.modes")
 
 

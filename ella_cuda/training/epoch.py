@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ella_cuda.laplace.batches import DictKeys, pair_on
-from ella_cuda.training.checkpoint import random_state, restore_random_state
-from ella_cuda.training.graph import GraphedStep, Snapshot
+from ella_cuda.training.checkpoint import Snapshot, random_state, restore_random_state
+from ella_cuda.training.graph import GraphedStep
 from ella_cuda.training.learners import Prior
 from ella_cuda.training.points import Points
 from ella_cuda.training.step import TrainingStep, what_is_not_finite
@@ -37,7 +37,7 @@ def train_epoch(
         FloatingPointError: the loss is not finite.
     """
     if graphed is not None:
-        before, random_before = Snapshot(step, scheduler), random_state([loader])
+        before, random_before = Snapshot(step.model, step.optimizer, scheduler), random_state([loader])
         graphed.begin_epoch()
         loss, accuracy = _pass(step, graphed, loader, keys, points, scheduler, prior, epoch)
         if math.isfinite(loss) and graphed.labels_were_classes():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +15,6 @@ from ella_cuda.laplace.batches import Inputs, map_tensors, shapes_of, tensors_of
 from ella_cuda.training.step import TrainingStep
 
 MAX_SHAPES = 8  # of batches that have a graph; each graph takes host memory and a capture's time
-
-
-class Graphs(Protocol):
-    """What records work on a device."""
-
-    def warm_up(self, work: Callable[[], None]) -> None:
-        """Do the work as it will be recorded later on."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record the work's kernels without running them; returns what runs them, on the same memory."""
-
-    def begin_anew(self) -> None:
-        """What was recorded so far is not run again."""
 
 
 class CudaGraphs:
@@ -47,10 +33,12 @@ class CudaGraphs:
         self.begin_anew()
 
     def begin_anew(self) -> None:
+        """What was recorded so far is not run again."""
         # The allocator takes no new graph into a pool whose graphs are gone and whose memory is not.
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], None]) -> None:
+        """Do the work as it will be recorded later on."""
         with torch.cuda.device(self._device):
             here = torch.cuda.current_stream()
             self._stream.wait_stream(here)
@@ -59,6 +47,7 @@ class CudaGraphs:
             here.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record the work's kernels without running them; returns what runs them, on the same memory."""
         graph = torch.cuda.CUDAGraph()
         # "thread_local": a loader's thread may pin memory meanwhile.
         with (
@@ -88,7 +77,7 @@ class GraphedStep:
         ValueError: the optimizer cannot be recorded.
     """
 
-    def __init__(self, step: TrainingStep, graphs: Graphs) -> None:
+    def __init__(self, step: TrainingStep, graphs: CudaGraphs) -> None:
         self._step, self._graphs, groups = step, graphs, step.optimizer.param_groups
         if not all("capturable" in group for group in groups):
             raise ValueError(
@@ -202,15 +191,3 @@ class GraphedStep:
     def _present_options(self) -> list[dict[str, Any]]:
         groups = self._step.optimizer.param_groups
         return [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in groups]
-
-
-class Snapshot:
-    """Copies of what an epoch changes: weights, optimizer, schedule."""
-
-    def __init__(self, step: TrainingStep, scheduler: Any) -> None:
-        self._parts = [part for part in (step.model, step.optimizer, scheduler) if part is not None]
-        self._states = [copy.deepcopy(part.state_dict()) for part in self._parts]
-
-    def restore(self) -> None:
-        for part, state in zip(self._parts, self._states, strict=True):
-            part.load_state_dict(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -59,13 +58,11 @@ def points_of(
         where: whose argument it is, for messages.
 
     Raises:
-        TypeError: ``dataset_size`` is no integer; a batch is no pair.
+        TypeError: a batch is no pair.
         ValueError: there are no data points.
     """
     declared = getattr(loader, "dataset_size", None)
     if declared is not None:
-        if isinstance(declared, bool) or not isinstance(declared, numbers.Integral):
-            raise TypeError(f"{where}: {name}.dataset_size must be an integer, got {declared!r}.")
         count, source = int(declared), "its dataset_size says"
     elif (known := _known(loader)) is not None:
         count, source = known, "its data set and samplers say"

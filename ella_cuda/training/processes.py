@@ -29,13 +29,31 @@ LOSS, CORRECT, COUNTED, FAILED, LAST = range(5)  # what follows the gradients in
 Part = tuple[Inputs, Tensor, int]  # a rank's inputs and targets, and how many data points the batch has on all ranks
 
 
+class OneProcess:
+    """A process that trains alone, with what :class:`Ranks` has of several."""
+
+    group, rank, size, is_first = None, 0, 1, True
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value]
+
+    def from_first(self, value: Any) -> Any:
+        return value
+
+
+Processes = Ranks | OneProcess
+
+
 def all_raise_together(make: Callable[..., None]) -> Callable[..., None]:
     """The trainer's constructor, after which no rank goes on where another's has raised, or its arguments or data are others."""
 
     @functools.wraps(make)
     def made(self: Any, *args: Any, group: Any = None, **kwargs: Any) -> None:
         if group is None:
-            make(self, *args, **kwargs)
+            make(self, *args, group=OneProcess(), **kwargs)
             return
         ranks = Ranks(group, "marglik_training")
         ranks.together(lambda: make(self, *args, group=ranks, **kwargs))
@@ -77,27 +95,39 @@ def require_served(model: nn.Module, loaders: Iterable[Any], cuda_graph: bool, r
 # random numbers, learners ---------------------------------------------------------------------------------------------
 
 
-def own_random_state(loaders: Iterable[Any], device: torch.device) -> dict[str, Any]:
-    """:func:`random_state` with the generator of this device alone among those of CUDA: ranks have other numbers of devices."""
+def own_random_state(loaders: Iterable[Any], device: torch.device, ranks: Processes) -> dict[str, Any]:
+    """:func:`random_state`; of several ranks, with the generator of this device alone among those of CUDA: ranks have other numbers of
+    devices."""
     state = random_state(loaders)
+    if ranks.group is None:
+        return state
     return state | {"cuda": [torch.cuda.get_rng_state(device)] if state["cuda"] and device.type == "cuda" else []}
 
 
-def restore_own_random_state(state: dict[str, Any], loaders: Iterable[Any], device: torch.device) -> None:
+def restore_own_random_state(
+    state: dict[str, Any], loaders: Iterable[Any], device: torch.device, ranks: Processes
+) -> None:
+    if ranks.group is None:
+        restore_random_state(state, loaders)
+        return
     restore_random_state(state | {"cuda": []}, loaders)
     if state["cuda"] and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"][0], device)
 
 
-def share_random_state(loaders: Iterable[Any], device: torch.device, ranks: Ranks) -> None:
+def share_random_state(loaders: Iterable[Any], device: torch.device, ranks: Processes) -> None:
     """Have all generators be where rank 0's are."""
-    state = ranks.from_first(own_random_state(loaders, device))
+    if ranks.group is None:
+        return
+    state = ranks.from_first(own_random_state(loaders, device, ranks))
     if not ranks.is_first:
-        restore_own_random_state(state, loaders, device)
+        restore_own_random_state(state, loaders, device, ranks)
 
 
-def share_learners(learners: Iterable[Learner], ranks: Ranks) -> None:
+def share_learners(learners: Iterable[Learner], ranks: Processes) -> None:
     """Have what learners learned, and go on from, be rank 0's."""
+    if ranks.group is None:
+        return
     learners = list(learners)
     own = [[learner.state_dict(), {n: t.detach() for n, t in learner.tensors().items()}] for learner in learners]
     for learner, (state, tensors) in zip(learners, ranks.from_first(plain(own)), strict=True):
@@ -108,14 +138,18 @@ def share_learners(learners: Iterable[Learner], ranks: Ranks) -> None:
             learner.load_state_dict(state)
 
 
-def without_cuda(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A training's state without the generators of CUDA where it goes on."""
+def without_cuda(state: Mapping[str, Any], ranks: Processes) -> Mapping[str, Any]:
+    """A training's state, of several ranks without the generators of CUDA where it goes on."""
+    if ranks.group is None:
+        return state
     random = state.get("random")
     return {**state, "random": {**random, "cuda": []} if isinstance(random, dict) else random}
 
 
-def require_same_gradients(found: Mapping[Learner, Mapping[str, Tensor] | None], ranks: Ranks) -> None:
+def require_same_gradients(found: Mapping[Learner, Mapping[str, Tensor] | None], ranks: Processes) -> None:
     """ValueError where a learner's gradients are those of a rank's own part of the data."""
+    if ranks.group is None:
+        return
     for learner, gradients in found.items():
         sums = ranks.exchange({name: float(g.double().norm()) for name, g in (gradients or {}).items()})
         for name, value in sums[0].items():

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any, Literal, ParamSpec, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ella_cuda.augment import AveragedFunction
-from ella_cuda.distributed import Ranks, Shard
+from ella_cuda.distributed import Shard
 from ella_cuda.laplace import KronLaplace, Likelihood
-from ella_cuda.laplace.batches import DEFAULT_KEYS, dict_keys
+from ella_cuda.laplace.batches import dict_keys
 from ella_cuda.laplace.copies import augment_of
-from ella_cuda.laplace.hypergradients import COLUMNS
-from ella_cuda.laplace.kron import FISHERS
-from ella_cuda.laplace.likelihoods import IGNORED, likelihood_of
-from ella_cuda.laplace.prior_structure import STRUCTURES, PriorStructure
-from ella_cuda.laplace.rules import UNKNOWN
-from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.likelihoods import likelihood_of
 from ella_cuda.modes import differentiating
 from ella_cuda.progress import bar_size
+from ella_cuda.training.arguments import parted, signature
 from ella_cuda.training.checkpoint import (
     Checkpoint,
     kept_random_state,
@@ -34,27 +27,18 @@ from ella_cuda.training.checkpoint import (
     random_state,
     require_loadable,
     restore,
-    restore_random_state,
     threads_of,
     warn_of_unsaved_state,
 )
-from ella_cuda.training.checks import check_schedule, in_words, name_of, positive, steps_of, whole
+from ella_cuda.training.checks import in_words, name_of
 from ella_cuda.training.data import data_digest
 from ella_cuda.training.epoch import train_epoch
 from ella_cuda.training.graph import CudaGraphs, GraphedStep
-from ella_cuda.training.learners import (
-    HYPER_OPTIMIZERS,
-    STEP_LIMIT,
-    HyperOptimizer,
-    Learner,
-    Prior,
-    add_settings,
-    learners_of,
-    require_list,
-)
+from ella_cuda.training.learners import Learner, Prior, add_settings, learners_of
 from ella_cuda.training.learners.spatial_basis import bases_of
 from ella_cuda.training.points import points_of_both
 from ella_cuda.training.processes import (
+    Processes,
     StepTogether,
     all_raise_together,
     own_random_state,
@@ -70,9 +54,6 @@ from ella_cuda.training.start import make_optimizer, make_scheduler, require_pas
 from ella_cuda.training.step import TrainingStep
 
 PLAN = ("batch_size", "shuffle", "drop_last", "sampler", "augment")  # of a loader, what its batches depend on
-Objective = Literal["evidence", "map"]
-Keep = Literal["last", "best"]
-Arguments = ParamSpec("Arguments")
 Result = tuple[KronLaplace, nn.Module, list[float], list[float]]
 
 
@@ -120,177 +101,70 @@ class MarglikTrainer:
         model: nn.Module,
         train_loader: Iterable[Any],
         likelihood: str | Likelihood = "classification",
-        *,
-        optimizer_cls: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
-        optimizer_kwargs: dict[str, Any] | None = None,
-        scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | None = None,
-        scheduler_kwargs: dict[str, Any] | None = None,
-        n_epochs: int = 300,
-        hyper_optimizer: HyperOptimizer = "adam",
-        hyper_step_limit: float | None = STEP_LIMIT,
-        lr_hyp: float = 0.1,
-        prior_structure: PriorStructure = "layerwise",
-        n_epochs_burnin: int = 0,
-        n_hypersteps: int = 10,
-        marglik_frequency: int = 1,
-        prior_prec_init: float = 1.0,
-        sigma_noise_init: float = 1.0,
-        fix_sigma_noise: bool = False,
-        cuda_graph: bool = False,
-        learn: Sequence[str | Learner] = (),
-        learners: Sequence[Learner] | None = None,
-        lr_lengthscales: float = 0.03,
-        lr_anchors: float = 0.003,
-        hold_factors: bool = True,
-        augment: nn.Module | None = None,
-        lr_aug: float = 0.05,
-        lr_aug_min: float | None = None,
-        aug_sampling: str | None = None,
-        aug_data: int | None = None,
-        aug_columns: str = "all",
-        keep: Keep = "last",
-        progress_bar: bool = True,
-        objective: Objective = "evidence",
-        fisher: str = "exact",
-        resolution: str = "shared",
-        approximation: str = "expand",
-        unknown: str = "error",
-        column_tolerance: float = 0.0,
-        dict_key_x: str = DEFAULT_KEYS.x,
-        dict_key_y: str = DEFAULT_KEYS.y,
-        ignore_index: int = IGNORED,
-        marglik_loader: Iterable[Any] | None = None,
-        n_data: int | None = None,
-        checkpoint: str | Path | None = None,
-        depends_on: Mapping[str, Any] | None = None,
-        on_evaluation: Callable[[Evaluation], None] | None = None,
-        description: str = "training",
-        group: Any = None,
+        **arguments: Any,
     ) -> None:
-        self._ranks: Ranks | None = group  # which all_raise_together makes of the caller's
-        first = group is None or group.is_first
-        progress_bar = progress_bar and first
-        likelihood = likelihood_of(likelihood, ignore_index, "marglik_training: ")
-        keys = dict_keys(dict_key_x, dict_key_y, "marglik_training: ")
-        model = _averaged(model, augment)
-        objective, prior_structure, hyper_optimizer, fisher, resolution, approximation, unknown, aug_columns, keep = (
-            check_choice(f"marglik_training: {name}", choice, choices)
-            for name, choice, choices in (
-                ("objective", objective, get_args(Objective)),
-                ("prior_structure", prior_structure, STRUCTURES),
-                ("hyper_optimizer", hyper_optimizer, HYPER_OPTIMIZERS),
-                ("fisher", fisher, FISHERS),
-                ("resolution", resolution, RESOLUTIONS),
-                ("approximation", approximation, APPROXIMATIONS),
-                ("unknown", unknown, UNKNOWN),
-                ("aug_columns", aug_columns, COLUMNS),
-                ("keep", keep, get_args(Keep)),
-            )
-        )
-        schedule = {
-            "objective": objective,
-            "n_epochs": whole("n_epochs", n_epochs, 1),
-            "n_epochs_burnin": whole("n_epochs_burnin", n_epochs_burnin, 0),
-            "marglik_frequency": whole("marglik_frequency", marglik_frequency, 1),
-        }
-        n_hypersteps = whole("n_hypersteps", n_hypersteps, 1)
-        n_data = None if n_data is None else whole("n_data", n_data, 1)
-        require_passes(train_loader, "marglik_training: train_loader")
-        if marglik_loader is not None:
-            require_passes(marglik_loader, "marglik_training: marglik_loader")
-        if on_evaluation is not None and not callable(on_evaluation):
-            raise TypeError(
-                f"marglik_training: on_evaluation must be None or a function of an Evaluation, got {on_evaluation!r}."
-            )
-        self._checkpoint = Checkpoint(checkpoint if first else None)
-        if group is not None:
-            loaders = [train_loader, *([] if marglik_loader is None else [marglik_loader])]
-            require_served(model, loaders, cuda_graph, group)
-        learn = [*require_list(learn), *(learners or ())]
-        check_schedule(**schedule, learn=learn)
-        hyperparameters = {
-            "prior_structure": prior_structure,
-            "prior_prec_init": positive("prior_prec_init", prior_prec_init),
-            "sigma_noise_init": positive("sigma_noise_init", sigma_noise_init),
-            "fix_sigma_noise": fix_sigma_noise,
-            "hyper_optimizer": hyper_optimizer,
-            "hyper_step_limit": None if hyper_step_limit is None else positive("hyper_step_limit", hyper_step_limit),
-            "lr_hyp": positive("lr_hyp", lr_hyp),
-            "n_hypersteps": n_hypersteps,
-        }
-        of_learners = {
-            "lengthscales": {"lr": positive("lr_lengthscales", lr_lengthscales), "hold_factors": hold_factors},
-            "anchors": {"lr": positive("lr_anchors", lr_anchors), "hold_factors": hold_factors},
-            "augmentation": {
-                "lr": positive("lr_aug", lr_aug),
-                "lr_min": lr_aug_min,
-                "n_steps": steps_of(**schedule),
-                "n_data": None if aug_data is None else whole("aug_data", aug_data, 1),
-                "columns": aug_columns,
-                "sampling": aug_sampling,
-            },
-        }
-        settings = {
-            "fisher": fisher,
-            "resolution": resolution,
-            "approximation": approximation,
-            "unknown": unknown,
-            "column_tolerance": column_tolerance,
-        }
-        self._keys = keys
-        self._laplace_settings = {"likelihood": likelihood, **settings, "dict_key_x": keys.x, "dict_key_y": keys.y}
-        # Refuses what no evidence step could do.
-        la = KronLaplace(model, sigma_noise=hyperparameters["sigma_noise_init"], **self._laplace_settings)
-        if objective == "evidence" and marglik_loader is None and getattr(train_loader, "augment", None) is not None:
+        steps, prior, curvature, session, of_learners = parted(arguments)
+        self._ranks: Processes = session.group  # which all_raise_together makes of the caller's
+        first = self._ranks.is_first
+        self._likelihood = likelihood_of(likelihood, curvature.ignore_index, "marglik_training: ")
+        self._keys = dict_keys(curvature.dict_key_x, curvature.dict_key_y, "marglik_training: ")
+        self.model = _averaged(model, session.augment)
+        self._steps, self._curvature, self._on_evaluation = steps, curvature, session.on_evaluation
+        self._loaders = [train_loader, train_loader if session.marglik_loader is None else session.marglik_loader]
+        self._evidence_name = "train_loader" if session.marglik_loader is None else "marglik_loader"
+        for loader, name in zip(self._loaders, ("train_loader", self._evidence_name), strict=True):
+            require_passes(loader, f"marglik_training: {name}")
+        self._checkpoint = Checkpoint(session.checkpoint if first else None)
+        if self._ranks.group is not None:
+            require_served(self.model, self._loaders, steps.cuda_graph, self._ranks)
+        steps.check_schedule(session.learn)
+        la = self._new_laplace(sigma_noise=prior.sigma_noise_init)  # refuses what no evidence step could do
+        evidence = steps.objective == "evidence"
+        if evidence and session.marglik_loader is None and getattr(train_loader, "augment", None) is not None:
             raise ValueError(
                 "marglik_training: marglik_loader must be given where train_loader augments its images: the evidence is that of the data "
                 "as they are. Pass a TensorLoader of the same data without augment."
             )
-        self._prior = Prior(model, likelihood, la.parameter_names, **hyperparameters)
-        self._optimizer = make_optimizer(optimizer_cls, self._prior.parameters, optimizer_kwargs)
+        self._prior = Prior(self.model, self._likelihood, la.parameter_names, prior)
+        self._optimizer = make_optimizer(steps.optimizer_cls, self._prior.parameters, steps.optimizer_kwargs)
         groups = self._prior.described(self._optimizer)  # before a scheduler changes their rates
-        batches = _length(train_loader)
-        self._scheduler = make_scheduler(
-            scheduler_cls,
-            self._optimizer,
-            scheduler_kwargs,
-            None if batches is None else batches * schedule["n_epochs"],
-        )
-        self._step = TrainingStep(model, self._optimizer, self._prior.parameters, likelihood)
-        self._together = None if group is None else StepTogether(self._step, group)
-        self._graphed = GraphedStep(self._step, CudaGraphs(self._prior.parameters[0].device)) if cuda_graph else None
-        self.learners: list[Learner] = [self._prior, *learners_of(learn, model, of_learners)]
+        self._scheduler = make_scheduler(steps.scheduler_cls, self._optimizer, steps.scheduler_kwargs)
+        self._step = TrainingStep(self.model, self._optimizer, self._prior.parameters, self._likelihood)
+        self._together = None if self._ranks.group is None else StepTogether(self._step, self._ranks)
+        device = self._prior.parameters[0].device
+        self._graphed = GraphedStep(self._step, CudaGraphs(device)) if steps.cuda_graph else None
+        of_words = learners_of(session.learn, self.model, steps.before_the_last, of_learners)
+        self.learners: list[Learner] = [self._prior, *of_words]
         self._points, self._evidence_points = points_of_both(
-            train_loader, marglik_loader if objective == "evidence" else None, n_data, progress_bar, keys
+            train_loader,
+            session.marglik_loader if evidence else None,
+            session.n_data,
+            session.progress_bar and first,
+            self._keys,
         )
-        self.model, self._schedule, self._on_evaluation = model, schedule, on_evaluation
-        self._train_loader, self._evidence_loader, self._evidence_name = train_loader, train_loader, "train_loader"
-        if marglik_loader is not None:
-            self._evidence_loader, self._evidence_name = marglik_loader, "marglik_loader"
-        self._loaders = [self._train_loader, self._evidence_loader]
-        if group is not None:  # this rank's part of the evidence's data
-            self._evidence_loader = Shard(self._evidence_loader, group.rank, group.size, group.group)
-        self._augment, self._aug_sampling, self._keep = augment_of(model), aug_sampling, keep
+        self._evidence_loader = self._loaders[1]
+        if self._ranks.group is not None:  # this rank's part of the evidence's data
+            self._evidence_loader = Shard(self._loaders[1], self._ranks.rank, self._ranks.size, self._ranks.group)
+        self._augment, self._aug_sampling = augment_of(self.model), of_learners.get("aug_sampling")
         if self._augment is not None:
             with kept_random_state(self._loaders), self._held():  # refuses a sampling that it does not have
                 pass
         self._settings = {
-            "likelihood": repr(likelihood),
-            **settings,
-            **schedule,
-            "learn": [learner.name for learner in self.learners[1:]],
+            "likelihood": repr(self._likelihood),
+            **curvature.settings,
+            **steps.schedule,
+            "learn": [learner.name for learner in of_words],
             "parameters": self._prior.names,
-            "optimizer_cls": name_of(optimizer_cls),
-            "optimizer_kwargs": in_words(optimizer_kwargs),
+            "optimizer_cls": name_of(steps.optimizer_cls),
+            "optimizer_kwargs": in_words(steps.optimizer_kwargs),
             "optimizer_groups": groups,
-            "scheduler_cls": None if scheduler_cls is None else name_of(scheduler_cls),
-            "scheduler_kwargs": in_words(scheduler_kwargs),
+            "scheduler_cls": None if steps.scheduler_cls is None else name_of(steps.scheduler_cls),
+            "scheduler_kwargs": in_words(steps.scheduler_kwargs),
             "n_data": self._points.count,
-            "depends_on": in_words(depends_on),
-            "augment": repr(getattr(model, "augment", None)) if isinstance(model, AveragedFunction) else None,
-            "aug_sampling": aug_sampling,
-            "hold_factors": hold_factors,
-            "keep": keep,
+            "depends_on": in_words(session.depends_on),
+            "augment": repr(self.model.augment) if isinstance(self.model, AveragedFunction) else None,
+            "aug_sampling": self._aug_sampling,
+            "keep": steps.keep,
         }
         for learner in self.learners:
             add_settings(self._settings, learner)
@@ -299,7 +173,7 @@ class MarglikTrainer:
             self._describe_data()
             for learner in self.learners:
                 require_loadable(learner)
-        self._bar = {"desc": description, "disable": not progress_bar}
+        self._bar = {"desc": session.description, "disable": not (session.progress_bar and first)}
         self.epochs = 0
         self.margliks: list[float] = []
         self.losses: list[float] = []
@@ -314,26 +188,23 @@ class MarglikTrainer:
     def run(self) -> KronLaplace:
         """Epochs, evidence steps and checkpoints from where the training is, or its checkpoint was, to the last epoch; returns the
         Laplace approximation at the weights that are kept, not fitted for "map"."""
-        last, frequency = self._schedule["n_epochs"], self._schedule["marglik_frequency"]
-        evidence = self._schedule["objective"] == "evidence"
+        last = self._steps.n_epochs
         with ExitStack() as stack:
-            self._all_do(lambda: stack.enter_context(self._checkpoint.claimed()))
-            state = self._all_do(self._checkpoint.read)
-            if self._ranks is not None:
-                state = self._ranks.from_first(state)
+            self._ranks.together(lambda: stack.enter_context(self._checkpoint.claimed()))
+            state = self._ranks.from_first(self._ranks.together(self._checkpoint.read))
             if state is not None:
-                self._all_do(lambda: self._restore(self._checkpoint.source, state))
+                self._ranks.together(lambda: self._restore(self._checkpoint.source, state))
             with tqdm(total=last, initial=self.epochs, unit="epoch", **self._bar, **bar_size()) as bar:
                 while self.epochs < last:
                     loss, accuracy = self.epoch()
                     shown = {"loss": f"{loss:.3f}"} | ({} if accuracy is None else {"acc": f"{100 * accuracy:.1f}%"})
-                    if self.epochs % frequency == 0 or self.epochs == last:
-                        if evidence and self.epochs > self._schedule["n_epochs_burnin"]:
+                    if self.epochs % self._steps.marglik_frequency == 0 or self.epochs == last:
+                        if self._has_evidence and self.epochs > self._steps.n_epochs_burnin:
                             bar.set_postfix(shown | {"-log q/N": "..."})  # it takes as long as some epochs
                             shown["-log q/N"] = f"{self.evidence_step().neg_log_marginal_likelihood:.3f}"
                         else:
                             self._record()
-                        self._all_do(self._save)
+                        self._ranks.together(self._save)
                     bar.set_postfix(shown, refresh=False)
                     bar.update()
         return self.finish()
@@ -354,31 +225,31 @@ class MarglikTrainer:
         if self._on_any(self.la is None or not self._is_present(self.la)):
             self.la = self._new_laplace()
             # The fit of a finished run, resumed, of the best evidence again, or of a network that moved on since.
-            if self._schedule["objective"] == "evidence":
+            if self._has_evidence:
                 with kept_random_state(self._loaders):
                     if self._random_at_fit is not None:
-                        self._put_random_state(self._random_at_fit)
-                    elif self._ranks is not None:
+                        restore_own_random_state(self._random_at_fit, self._loaders, self._device, self._ranks)
+                    else:
                         share_random_state(self._loaders, self._device, self._ranks)
                     with self._held(), self._differentiable():
                         self._fit(self.la)
         return self.la
 
     @property
+    def _has_evidence(self) -> bool:
+        return self._steps.objective == "evidence"
+
+    @property
     def _device(self) -> torch.device:
         return self._prior.parameters[0].device
 
-    def _all_do(self, work: Callable[[], Any]) -> Any:
-        """The work, which no rank has failed at where there are several; where it waits for others, all wait first for its errors."""
-        return work() if self._ranks is None else self._ranks.together(work)
-
     def _on_any(self, here: bool) -> bool:
         """Whether it is so on any rank: what decides on work that waits for others must not follow from one rank alone."""
-        return here if self._ranks is None else any(self._ranks.exchange(here))
+        return any(self._ranks.exchange(here))
 
     def _require_level(self, **facts: Any) -> None:
         """ValueError where ranks are not equally far, by which they would wait for each other in vain."""
-        if self._ranks is not None:
+        if self._ranks.group is not None:
             done = {"number of epochs done": self.epochs, "number of evidence steps done": len(self.margliks), **facts}
             self._ranks.require_same_facts(
                 self._ranks.exchange(done), "Load one state on all ranks, and let all do the same steps."
@@ -386,19 +257,10 @@ class MarglikTrainer:
 
     def _fit(self, la: KronLaplace) -> None:
         """Fit to the evidence's data, all ranks' where there are several."""
-        if self._ranks is None:
-            la.fit(self._evidence_loader)
-        else:
-            la.fit(self._evidence_loader, group=self._ranks.group)
+        la.fit(self._evidence_loader, group=self._ranks.group)
 
     def _random_state(self) -> dict[str, Any]:
-        return random_state(self._loaders) if self._ranks is None else own_random_state(self._loaders, self._device)
-
-    def _put_random_state(self, state: dict[str, Any]) -> None:
-        if self._ranks is None:
-            restore_random_state(state, self._loaders)
-        else:
-            restore_own_random_state(state, self._loaders, self._device)
+        return own_random_state(self._loaders, self._device, self._ranks)
 
     def _save(self) -> None:
         if self._checkpoint:
@@ -428,20 +290,22 @@ class MarglikTrainer:
     def epoch(self) -> tuple[float, float | None]:
         """One pass of steps on the weights; returns its mean loss, the prior's term included, and the accuracy of its batches as they
         were seen, None without classes. Before its first step the first one tries the evidence on a few images."""
-        if self._schedule["objective"] == "evidence" and not self._tried:
+        if self._has_evidence and not self._tried:
             whole = self._loaders[1]  # the first images of all, alike on all ranks
             with self._differentiable():
-                self._all_do(lambda: try_evidence(self._new_laplace(), whole, self._evidence_name, self._try_gradients))
+                self._ranks.together(
+                    lambda: try_evidence(self._new_laplace(), whole, self._evidence_name, self._try_gradients)
+                )
             self._tried = True
-        self._all_do(lambda: self._prior.require_parameters_of(self.model))
-        known = (self._train_loader, self._keys, self._points, self._scheduler, self._prior, self.epochs + 1)
-        if self._ranks is None:
+        self._ranks.together(lambda: self._prior.require_parameters_of(self.model))
+        known = (self._loaders[0], self._keys, self._points, self._scheduler, self._prior, self.epochs + 1)
+        share_random_state(self._loaders, self._device, self._ranks)
+        if self._together is None:
             loss, self._accuracy = train_epoch(self._step, self._graphed, *known)
         else:
-            share_random_state(self._loaders, self._device, self._ranks)
             loss, self._accuracy = train_epoch_together(self._together, *known)
         torch.clear_autocast_cache()  # which a caller's autocast filled before the steps
-        self._all_do(lambda: self._prior.check_finite(self.epochs + 1))
+        self._ranks.together(lambda: self._prior.check_finite(self.epochs + 1))
         self.epochs += 1
         self.losses.append(loss)
         return loss, self._accuracy
@@ -467,12 +331,11 @@ class MarglikTrainer:
             ValueError: the objective is "map"; a pass over the evidence's data yields another number of points than N.
             FloatingPointError: a factor, the likelihood or a learner's gradient is not finite.
         """
-        if self._schedule["objective"] == "map":
+        if not self._has_evidence:
             raise ValueError("evidence_step: objective='map' has no evidence steps; pass objective='evidence'.")
-        last = self.epochs >= self._schedule["n_epochs"] if last is None else bool(last)
+        last = self.epochs >= self._steps.n_epochs if last is None else bool(last)
         self._require_level(last=last)
-        if self._ranks is not None:
-            share_random_state(self._loaders, self._device, self._ranks)
+        share_random_state(self._loaders, self._device, self._ranks)
         self._random_at_fit = self._random_state()
         self.la = None  # before the next one is made, or the factors of both are in memory
         with self._held():
@@ -485,17 +348,15 @@ class MarglikTrainer:
         with self._differentiable():
             self._fit(la)
         self._evidence_points.require(la.n_data)
-        self._all_do(lambda: [learner.step(la, {}) for learner in outside])
-        if self._ranks is not None:
+        self._ranks.together(lambda: [learner.step(la, {}) for learner in outside])
+        if self._ranks.group is not None:
             share_learners(outside, self._ranks)
             la.prior_precision, la.sigma_noise = self._prior.precision().detach(), self._prior.sigma().detach()
         with torch.no_grad():
-            evidence = float(la.log_marginal_likelihood()) / la.n_data
-        if self._ranks is not None:
-            evidence = self._ranks.from_first(evidence)
+            evidence = self._ranks.from_first(float(la.log_marginal_likelihood()) / la.n_data)
         self.margliks.append(-evidence * la.n_data)
         self.la = la
-        if self._keep == "best" and self.margliks[-1] <= min(self.margliks):
+        if self._steps.keep == "best" and self.margliks[-1] <= min(self.margliks):
             self._best = {
                 "epoch": self.epochs,
                 "model": {
@@ -506,7 +367,7 @@ class MarglikTrainer:
                 "log_sigma": self._prior.log_sigma.detach().clone(),
                 "random_at_fit": self._random_at_fit,
             }
-        evaluation = self._all_do(lambda: self._evaluation(-evidence, la.effective_parameters()))
+        evaluation = self._ranks.together(lambda: self._evaluation(-evidence, la.effective_parameters()))
         if inside and not last:
             self._move_network(la, inside)
         if self._graphed is not None and (inside or bases_of(self.model)):
@@ -552,12 +413,17 @@ class MarglikTrainer:
 
     def _restore(self, source: str, state: Mapping[str, Any]) -> None:
         self._describe_data()
-        parts = (self.model, self._optimizer, self._scheduler, self.learners, self._loaders)
-        if self._ranks is None:
-            restore(source, state, self._settings, *parts)
-        else:  # of CUDA the generator of this rank's device alone
-            restore(source, without_cuda(state), self._settings, *parts)
-            self._put_random_state(state["random"])
+        restore(
+            source,
+            without_cuda(state, self._ranks),
+            self._settings,
+            self.model,
+            self._optimizer,
+            self._loaders,
+            scheduler=self._scheduler,
+            learners=self.learners,
+        )
+        restore_own_random_state(state["random"], self._loaders, self._device, self._ranks)
         torch.clear_autocast_cache()
         # Rates as they were rounded at first.
         self._settings = {**self._settings, "optimizer_groups": state["settings"]["optimizer_groups"]}
@@ -594,9 +460,11 @@ class MarglikTrainer:
             digests = map(data_digest, self._loaders)
             self._settings["data"] = dict(zip(("training", "evidence"), digests, strict=True))
 
-    def _new_laplace(self) -> KronLaplace:
-        values = {"prior_precision": self._prior.precision().detach(), "sigma_noise": self._prior.sigma().detach()}
-        return KronLaplace(self.model, **values, **self._laplace_settings)
+    def _new_laplace(self, **values: Any) -> KronLaplace:
+        if not values:
+            values = {"prior_precision": self._prior.precision().detach(), "sigma_noise": self._prior.sigma().detach()}
+        keys = {"dict_key_x": self._keys.x, "dict_key_y": self._keys.y}
+        return KronLaplace(self.model, self._likelihood, **values, **self._curvature.settings, **keys)
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
@@ -622,15 +490,13 @@ class MarglikTrainer:
         """
         found = {}
         for learner in learners:
-            if self._ranks is not None:  # a rank draws for its own data alone; batches must be of one plan
-                share_random_state(self._loaders, self._device, self._ranks)
-            found[learner] = self._all_do(lambda its=learner: its.gradients(la, self._evidence_loader))
-        self._all_do(lambda: self._complete(la, learners, found))
-        if self._ranks is not None:
-            require_same_gradients(found, self._ranks)
-        self._all_do(lambda: [learner.step(la, its_own) for learner, its_own in found.items()])
-        if self._ranks is not None:
-            share_learners(learners, self._ranks)
+            # A rank draws for its own data alone; batches must be of one plan.
+            share_random_state(self._loaders, self._device, self._ranks)
+            found[learner] = self._ranks.together(lambda its=learner: its.gradients(la, self._evidence_loader))
+        self._ranks.together(lambda: self._complete(la, learners, found))
+        require_same_gradients(found, self._ranks)
+        self._ranks.together(lambda: [learner.step(la, its_own) for learner, its_own in found.items()])
+        share_learners(learners, self._ranks)
 
     def _complete(
         self, la: KronLaplace, learners: Sequence[Learner], found: dict[Learner, dict[str, Tensor] | None]
@@ -669,10 +535,10 @@ class MarglikTrainer:
         )
 
     def _record(self, evaluation: Evaluation | None = None) -> Evaluation:
-        evaluation = self._all_do(lambda: self._evaluation(None, None)) if evaluation is None else evaluation
+        evaluation = self._ranks.together(lambda: self._evaluation(None, None)) if evaluation is None else evaluation
         self.history.append(dataclasses.asdict(evaluation))
         shown = self._on_evaluation
-        self._all_do(lambda: None if shown is None else shown(evaluation))
+        self._ranks.together(lambda: None if shown is None else shown(evaluation))
         return evaluation
 
 
@@ -687,27 +553,6 @@ def _averaged(model: nn.Module, augment: nn.Module | None) -> nn.Module:
     return AveragedFunction(model, augment)
 
 
-def _length(loader: Any) -> int | None:
-    """Batches of a pass; None where the loader does not tell."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _takes_arguments_of(
-    trainer: Callable[Arguments, Any],
-) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
-    """The decorated function has the trainer's signature, so that arguments and their defaults are declared once."""
-
-    def decorate(function: Callable[..., Result]) -> Callable[Arguments, Result]:
-        function.__signature__ = inspect.signature(trainer).replace(return_annotation=Result)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-@_takes_arguments_of(MarglikTrainer)
 def marglik_training(*args: Any, **kwargs: Any) -> Result:
     r"""Train ``model`` and learn one prior precision per parameter tensor by gradient ascent on the marginal likelihood.
 
@@ -835,3 +680,7 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
     trainer = MarglikTrainer(*args, **kwargs)
     la = trainer.run()
     return la, trainer.model, trainer.margliks, trainer.losses
+
+
+marglik_training.__signature__ = signature(MarglikTrainer, Result)  # type: ignore[attr-defined]
+MarglikTrainer.__signature__ = signature(MarglikTrainer, None)  # type: ignore[attr-defined]

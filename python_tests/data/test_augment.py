@@ -34,11 +34,6 @@ def test_a_batch_is_its_images_one_by_one(device, shape, reach):
     assert np.array_equal(made.cpu().numpy(), by_loop(images.numpy(), draws.tolist(), fill.numpy(), reach))
 
 
-def test_no_images_are_no_trouble():
-    augment = FlipsShifts(torch.zeros(2))
-    assert augment(torch.zeros(0, 2, 4, 4), augment.draw(0)).shape == (0, 2, 4, 4)
-
-
 def test_draws_are_uniform_and_independent():
     n = 162 * 400
     flip, right, down = FlipsShifts(torch.zeros(1)).draw(n).unbind(1)
@@ -103,27 +98,6 @@ def test_augmented_images_keep_their_labels_and_differ_between_epochs(shuffle):
     assert torch.equal(loader.images, before)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_restoring_the_generator_repeats_augmented_epochs(own):
-    generator = torch.Generator().manual_seed(5) if own else None
-    loader = numbered(shuffle=True, generator=generator)
-    list(loader)
-    state = generator.get_state() if own else torch.get_rng_state()
-    globally = torch.get_rng_state()
-    first = [x for _ in range(2) for x, _ in loader]
-    assert own == torch.equal(torch.get_rng_state(), globally)
-    generator.set_state(state) if own else torch.set_rng_state(state)
-    assert all(torch.equal(a, b) for a, (b, _) in zip(first, [*loader, *loader], strict=True))
-
-
-def test_the_order_is_that_of_an_unaugmented_loader():
-    torch.manual_seed(3)
-    plain = TensorLoader(torch.zeros(23, 1, 2, 2), torch.arange(1, 24), 5, shuffle=True)
-    expected = [y.tolist() for _, y in plain]
-    torch.manual_seed(3)
-    assert [y.tolist() for _, y in numbered(shuffle=True)] == expected
-
-
 class Transfers(TorchDispatchMode):
     """Counts what goes from one device to another; on the meta device, reading a value back is an error of torch's."""
 
@@ -147,20 +121,3 @@ def test_an_epoch_moves_one_tensor_to_the_data(augmented):
     with Transfers() as transfers:
         assert [x.shape for x, _ in loader] == [(10, 3, 8, 8)] * 10
     assert transfers.count == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: augmentation("mixup", load("digits")), "name must be one of none, flips-shifts, got 'mixup'"),
-        (lambda: FlipsShifts(torch.tensor(0.0)), r"fill must have shape \(C,\)"),
-        (lambda: FlipsShifts(torch.zeros(1), -1), "max_shift must be at least 0"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_none_is_none():
-    assert augmentation("none", load("digits")) is None

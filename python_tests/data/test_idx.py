@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 
 import numpy as np
 import pytest
@@ -51,23 +50,3 @@ def test_a_damaged_file_is_named(tmp_path, raw, message):
     with pytest.raises(ValueError, match=message) as raised:
         read_idx(tmp_path / "broken")
     assert "broken" in str(raised.value)
-
-
-def test_a_compressed_file_of_more_than_is_uncompressed_is_refused(tmp_path, monkeypatch):
-    """The same content is read where it lies uncompressed, and where it is as large as allowed."""
-    for name, raw in (("plain", IMAGES), ("compressed", gzip.compress(IMAGES, mtime=0))):
-        (tmp_path / name).write_bytes(raw)
-    monkeypatch.setattr("ella_cuda.data.idx.MAX_BYTES", 12)
-    assert read_idx(tmp_path / "compressed").shape == (2, 2, 3)
-    monkeypatch.setattr("ella_cuda.data.idx.MAX_BYTES", 11)
-    assert read_idx(tmp_path / "plain").shape == (2, 2, 3)
-    with pytest.raises(
-        ValueError, match=r"compressed must hold 12 bytes .* more than the 11 that are uncompressed; uncompress it"
-    ):
-        read_idx(tmp_path / "compressed")
-
-
-def test_a_pipe_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe must be a file, got a pipe or device"):
-        read_idx(tmp_path / "pipe")

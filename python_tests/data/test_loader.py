@@ -74,10 +74,3 @@ def test_batches_live_where_the_data_are(device):
 def test_arguments_that_do_not_fit_are_refused(args, message):
     with pytest.raises(ValueError, match=message):
         TensorLoader(*args)
-
-
-def test_a_batch_larger_than_any_data_is_all_data():
-    x, y = torch.arange(5.0)[:, None], torch.arange(5)
-    for shuffle in (False, True):
-        ((images, labels),) = TensorLoader(x, y, 2**70, shuffle)
-        assert sorted(labels.tolist()) == [0, 1, 2, 3, 4] and torch.equal(images[:, 0], labels.float())

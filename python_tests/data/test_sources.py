@@ -8,12 +8,8 @@ import io
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import tarfile
-import tracemalloc
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from ella_cuda.data import Dataset, load, make_task, sources, subsample
+from ella_cuda.data import Dataset, load, sources
 from ella_cuda.data.checksums import PUBLISHED
-from ella_cuda.data.cifar import parse_cifar_batch, read_archive
+from ella_cuda.data.cifar import parse_cifar_batch
 
 # Most files here are generated, which `load` says; what it says has tests of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*not as published")
@@ -77,13 +73,6 @@ def test_images_and_labels_must_be_equally_many(tmp_path):
         load("mnist", tmp_path)
 
 
-def test_labels_outside_the_classes_are_refused(tmp_path):
-    write_mnist(tmp_path)
-    write_idx(tmp_path / "train-labels-idx1-ubyte", np.full(12, 10), compress=True)
-    with pytest.raises(ValueError, match=r"train_labels must lie in 0\.\.9"):
-        load("mnist", tmp_path)
-
-
 def test_images_of_one_dimension_are_refused(tmp_path):
     write_mnist(tmp_path)
     write_idx(tmp_path / "train-images-idx3-ubyte", np.zeros(12), compress=True)
@@ -99,17 +88,14 @@ def test_missing_files_say_where_and_how(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         load("mnist", tmp_path)
     with pytest.raises(
-        FileNotFoundError, match=r"cifar-10-python\.tar\.gz not found, nor .*cifar-10-batches-py/data_batch_1"
+        FileNotFoundError, match=r"cifar-10-python\.tar\.gz not found, nor all of .*cifar-10-batches-py/data_batch_1"
     ):
         load("cifar10", tmp_path)
 
 
 def test_fashion_mnist_names_its_debian_package(tmp_path, monkeypatch):
-    missing = sources._idx_source(
-        "fashion-mnist", "Fashion-MNIST", "FashionMNIST", (tmp_path / "none",), "apt-get install x"
-    )
-    with pytest.raises(FileNotFoundError, match=r"none\. apt-get install x"):
-        missing(tmp_path, False)
+    with pytest.raises(FileNotFoundError, match=r"none\. .*apt-get install dataset-fashion-mnist"):
+        sources._idx("fashion-mnist", "FashionMNIST", (tmp_path / "none",), tmp_path, False)
     if not sources.DEBIAN_FASHION_MNIST.exists():
         with pytest.raises(FileNotFoundError, match="apt-get install dataset-fashion-mnist"):
             load("fashion-mnist", tmp_path)
@@ -137,20 +123,6 @@ def test_the_real_fashion_mnist(fashion_mnist):
     # The mean and standard deviation that everyone normalises Fashion-MNIST with.
     assert abs(float(data.train_images.double().mean()) - 0.2860) < 5e-5
     assert abs(float(data.train_images.double().std()) - 0.3530) < 5e-5
-
-
-@needs_fashion_mnist
-@pytest.mark.parametrize("task", ["quadrant", "rotated", "translated", "scaled"])
-def test_the_real_fashion_mnist_in_parts_is_part_of_the_whole(fashion_mnist, task):
-    data = subsample(fashion_mnist, 1000)
-    data = replace(data, test_images=data.test_images[:9], test_labels=data.test_labels[:9], test_ids=data.test_ids[:9])
-    part = subsample(data, 100, seed=1)
-    whole, made = make_task(data, task), make_task(part, task)
-    place = {int(i): k for k, i in enumerate(whole.train_ids)}
-    index = torch.tensor([place[int(i)] for i in made.train_ids])
-    assert torch.equal(made.train_images, whole.train_images[index])
-    assert torch.equal(made.train_labels, whole.train_labels[index])
-    assert 0 <= float(made.train_images.min()) < float(made.train_images.max()) <= 1 + 1e-6
 
 
 @needs_fashion_mnist
@@ -283,64 +255,10 @@ def pack(root: Path, name: str, prefix: str = "") -> Path:
     return archive
 
 
-FUZZ = """
-import pickle, random, sys
-import numpy as np
-from ella_cuda.data.cifar import parse_cifar_batch
-
-for protocol in (0, 2, 5):
-    batch = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 2], b"batch_label": b"x", b"filenames": [b"a"] * 2}
-    whole = pickle.dumps(batch, protocol=protocol)
-    rng = random.Random(protocol)
-    refused = 0
-    head = [i for i in range(len(whole)) if i < 300 or i > len(whole) - 300]
-    for _ in range(600):
-        raw = bytearray(whole)
-        raw[rng.choice(head)] = rng.randrange(256)
-        try:
-            parse_cifar_batch(bytes(raw), "the file", b"labels")
-        except ValueError as error:
-            assert "the file" in str(error)
-            refused += 1
-    assert refused > 150, refused
-print("survived")
-"""
-
-
-def test_no_damaged_byte_does_more_than_a_clear_error(tmp_path):
-    """In a process of its own: what is at stake is a crash."""
-    done = subprocess.run([sys.executable, "-c", FUZZ], capture_output=True, text=True, timeout=600, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout == "survived\n", done.stderr[-2000:]
-
-
-def test_a_number_of_bytes_that_a_file_does_not_have_takes_no_memory():
-    batch = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 2]}
-    raw = pickle.dumps(batch, protocol=5)
-    place = raw.index(pickle.BYTEARRAY8) + 1
-    assert raw[place : place + 8] == (2 * 3072).to_bytes(8, "little")
-    for count in (1 << 28, (1 << 64) - 1):
-        damaged = raw[:place] + count.to_bytes(8, "little") + raw[place + 8 :]
-        tracemalloc.start()
-        try:
-            with pytest.raises(ValueError, match="it is not a readable CIFAR batch"):
-                parse_cifar_batch(damaged, "it", b"labels")
-            assert tracemalloc.get_traced_memory()[1] < 1_000_000
-        finally:
-            tracemalloc.stop()
-
-
-class Records:
-    """Pickles to an array whose type has an object field, its pointers taken from the file."""
-
-    def __reduce__(self):
-        array = np.zeros(2, np.dtype([("a", "u8")]))
-        return array.__reduce__()
-
-
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (Records(), "records|type"),
+        (np.zeros(2, [("a", "u8")]), "type 'V8'"),
         (np.zeros(2, np.float32), "type 'f4'"),
         ([1, "2"], "list of integers"),
         ([True, 2], "list of integers"),
@@ -355,7 +273,7 @@ def test_labels_are_integers_and_nothing_else(tmp_path, labels, message):
 def test_a_file_cannot_change_what_reads_it():
     """A state for a stand-in's class would outlive the file."""
     payload = b"\x80\x02cnumpy\ndtype\n}(X\x08\x00\x00\x00resolvedK\x01ub."
-    with pytest.raises(ValueError, match="a state for a type"):
+    with pytest.raises(ValueError, match="not a readable CIFAR batch"):
         parse_cifar_batch(payload, "it", b"labels")
 
 
@@ -394,31 +312,6 @@ def test_an_archive_without_a_batch_names_it(tmp_path):
         load("cifar10", tmp_path)
 
 
-@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE, tarfile.REGTYPE])
-def test_a_small_archive_of_many_zeros_is_refused_in_little_memory(tmp_path, kind):
-    """As a header's own text, as a name, as the map of a sparse file, and as a file that nobody asks for."""
-    size = 200_000_000
-    header = tarfile.TarInfo("b")
-    header.type, header.size = kind, 300_000_000 if kind == tarfile.REGTYPE else size
-    head = bytearray(header.tobuf(tarfile.GNU_FORMAT))
-    if kind == tarfile.GNUTYPE_SPARSE:
-        head[482] = 1  # the map goes on in the next block, and so on
-        head[148:156] = b"%06o\0 " % (sum(head[:148]) + 256 + sum(head[156:]))
-    block = bytearray(512)
-    block[504] = kind == tarfile.GNUTYPE_SPARSE
-    with gzip.open(tmp_path / "a.tar.gz", "wb", compresslevel=1) as file:
-        file.write(head)
-        file.write(bytes(block) * (size // 512))
-    words = "more than the 268435456" if kind == tarfile.REGTYPE else "has more headers than CIFAR's archives have"
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match=words):
-            read_archive(tmp_path / "a.tar.gz", ["a"])
-        assert tracemalloc.get_traced_memory()[1] < 20_000_000
-    finally:
-        tracemalloc.stop()
-
-
 def test_an_archive_can_neither_write_nor_run_nor_point_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_cifar(tmp_path, True, 2)
@@ -438,40 +331,6 @@ def test_an_archive_can_neither_write_nor_run_nor_point_elsewhere(tmp_path, monk
     with pytest.raises(ValueError, match=r"tar\.gz: cifar-100-python/train.*system"):
         load("cifar100", tmp_path)
     assert not [p for p in (*tmp_path.rglob("should-not-exist"), *tmp_path.parent.glob("should-not-exist"))]
-
-
-def test_a_file_too_large_for_cifar_is_not_read(tmp_path, monkeypatch):
-    write_cifar(tmp_path, True, 2)
-    pack(tmp_path, "cifar100")
-    monkeypatch.setattr("ella_cuda.data.cifar.MAX_MEMBER_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"cifar-100-python/(train|test) has \d+ bytes, more than the 1000"):
-        load("cifar100", tmp_path)
-
-
-def test_an_archive_with_a_file_twice_is_refused_before_it_is_read_again(tmp_path):
-    size = 40_000_000
-    header = tarfile.TarInfo("a")
-    header.size = size
-    with gzip.open(tmp_path / "a.tar.gz", "wb", compresslevel=1) as file:
-        for name in ("a", "./a"):
-            header.name = name
-            file.write(header.tobuf(tarfile.GNU_FORMAT) + bytes(-(-size // 512) * 512))
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match=r"a\.tar\.gz has a twice in it"):
-            read_archive(tmp_path / "a.tar.gz", ["a"])
-        assert tracemalloc.get_traced_memory()[1] < 2.5 * size  # its parts, and the whole
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_an_archive_with_a_file_of_negative_size_is_refused(tmp_path, name):
-    header = tarfile.TarInfo(name)
-    header.size = -1
-    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
-    with pytest.raises(ValueError, match=rf"a\.tar\.gz.*({name} has -1 bytes|damaged or truncated)"):
-        read_archive(tmp_path / "a.tar.gz", ["a"])
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -531,12 +390,6 @@ def test_another_data_sets_file_is_refused(tmp_path, monkeypatch):
     assert len(load("fashion-mnist", tmp_path).train_images) == 12
 
 
-def test_every_checksum_names_one_file():
-    names = {(data, file) for data, files in PUBLISHED.items() for file in files}
-    assert len({d for files in PUBLISHED.values() for d in files.values()}) == len(names) == 16
-    assert all(set(PUBLISHED[d]) == set(sources.IDX_FILES) for d in ("mnist", "fashion-mnist"))
-
-
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 def test_cifars_checksums_are_torchvisions(name):
     try:
@@ -585,8 +438,3 @@ def test_download_goes_through_torchvision_into_its_layout(tmp_path, monkeypatch
     assert len(load("mnist", tmp_path, download=True).train_images) == 12
     assert len(load("mnist", tmp_path, download=True).train_images) == 12
     assert asked == ["MNIST"]  # what is there is not fetched again
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"digits, mnist, fashion-mnist, cifar10, cifar100, got 'svhn'"):
-        load("svhn")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from ella_cuda.data import TASKS, Dataset, load, make_task, subsample
+from ella_cuda.data import TASKS, Dataset, make_task
 
 CORNERS = ((0, 0), (0, 16), (16, 0), (16, 16))
 
@@ -60,32 +58,6 @@ def test_digit_and_quadrant_have_the_same_images():
     assert digit.num_classes == 10
 
 
-def test_quadrants_are_deterministic_and_depend_on_the_seed():
-    data = dataset()
-    first, again, other = (make_task(data, "quadrant", seed=s).train_labels for s in (7, 7, 8))
-    assert torch.equal(first, again)
-    agree = float((first == other).double().mean())
-    assert 0.1 < agree < 0.4  # a quarter by chance
-
-
-def test_training_and_test_images_are_drawn_apart():
-    data = dataset(n=100, m=100)
-    made = make_task(data, "quadrant")
-    agree = float((made.train_labels // 10 == made.test_labels // 10).double().mean())
-    assert 0.1 < agree < 0.4
-
-
-def test_quadrants_do_not_depend_on_torchs_generator():
-    data = dataset()
-    torch.manual_seed(1)
-    first = make_task(data, "quadrant").train_labels
-    torch.manual_seed(2)
-    assert torch.equal(make_task(data, "quadrant").train_labels, first)
-    torch.manual_seed(1)
-    make_task(data, "quadrant")
-    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(1).get_state())
-
-
 def test_reordering_the_images_reorders_the_task():
     data = dataset()
     order = torch.randperm(200)
@@ -101,36 +73,6 @@ def test_reordering_the_images_reorders_the_task():
     whole, permuted = make_task(data, "quadrant"), make_task(shuffled, "quadrant")
     assert torch.equal(permuted.train_images, whole.train_images[order])
     assert torch.equal(permuted.train_labels, whole.train_labels[order])
-
-
-def test_leaving_images_out_leaves_the_others_where_they_were():
-    data = load("digits")
-    whole, part = make_task(data, "quadrant"), make_task(subsample(data, 100), "quadrant")
-    position = {int(i): k for k, i in enumerate(whole.train_ids)}
-    index = torch.tensor([position[int(i)] for i in part.train_ids])
-    assert torch.equal(part.train_images, whole.train_images[index])
-    assert torch.equal(part.train_labels, whole.train_labels[index])
-
-
-def test_quadrants_are_balanced_over_many_images():
-    n = 40000
-    data = Dataset(
-        torch.ones(n, 1, 1, 1), torch.zeros(n, dtype=torch.int64), torch.ones(1, 1, 1, 1), torch.zeros(1).long(), 1
-    )
-    counts = make_task(data, "quadrant", image_size=2).train_labels.bincount()
-    assert len(counts) == 4
-    assert (counts - n / 4).abs().max() < 4 * math.sqrt(n * 3 / 16)
-
-
-def test_neighbouring_images_are_drawn_independently():
-    n = 40000
-    data = Dataset(
-        torch.ones(n, 1, 1, 1), torch.zeros(n, dtype=torch.int64), torch.ones(1, 1, 1, 1), torch.zeros(1).long(), 1
-    )
-    quadrant = make_task(data, "quadrant", image_size=2).train_labels
-    pairs = (4 * quadrant[:-1] + quadrant[1:]).bincount(minlength=16)
-    chi_squared = float(((pairs - n / 16) ** 2 / (n / 16)).sum())
-    assert chi_squared < 45  # 15 degrees of freedom: above 45 once in ten thousand
 
 
 def test_small_images_are_resized_into_the_quadrant():
@@ -158,10 +100,3 @@ def test_every_task_describes_itself_and_checks_its_size(task):
     assert TASKS[task].description
     with pytest.raises(ValueError, match="image_size"):
         make_task(dataset(n=2, m=2), task, image_size=1)
-
-
-def test_an_unknown_task_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"plain, digit, quadrant.*got 'upside-down'"):
-        make_task(dataset(n=2, m=2), "upside-down")
-    with pytest.raises(ValueError, match="even"):
-        make_task(dataset(n=2, m=2), "digit", image_size=31)

@@ -10,7 +10,6 @@ import torch
 from scipy import ndimage, stats
 
 from ella_cuda.data import Dataset, load, make_task, rotated, subsample
-from ella_cuda.data.draws import uniform
 
 WARPED = ("rotated", "translated", "scaled")
 
@@ -79,13 +78,6 @@ def test_every_map_is_scipys(monkeypatch, task, drawn, numbers):
         assert np.abs(result.numpy() - expected).max() < 2e-5
 
 
-def test_another_size_moves_in_proportion(monkeypatch):
-    seen = []
-    monkeypatch.setattr("ella_cuda.data.tasks.uniform", lambda *args: (seen.append(args[3:]), uniform(*args))[1])
-    make_task(dataset(torch.rand(2, 1, 16, 16)), "translated", 16)
-    assert set(seen) == {(-4.0, 4.0)}
-
-
 def blobs(n: int, *centres: tuple[float, float]) -> torch.Tensor:
     """n equal images with a Gaussian of standard deviation 1.5 pixels at each (right, down) from the centre."""
     at = torch.arange(32.0) - 15.5
@@ -123,18 +115,6 @@ def test_magnifications_are_uniform_in_logarithm():
     right, down = centroids(images)
     assert np.allclose(down, 0, atol=1e-3)
     assert is_uniform(np.log(right / 5), -math.log(2), math.log(2))
-
-
-def test_neighbours_seeds_and_purposes_are_drawn_independently():
-    ids = torch.arange(20000)
-    draws = {
-        key: uniform(ids, seed, purpose, 0, 1).numpy()
-        for key, seed, purpose in (("a", 0, "angle"), ("b", 1, "angle"), ("c", 0, "shift right"))
-    }
-    for first, second in (("a", "b"), ("a", "c")):
-        assert stats.pearsonr(draws[first], draws[second]).pvalue > 0.01
-    assert stats.pearsonr(draws["a"][:-1], draws["a"][1:]).pvalue > 0.01
-    assert stats.kstest(draws["a"], "uniform").pvalue > 0.01
 
 
 @pytest.mark.parametrize("task", WARPED)
@@ -191,21 +171,13 @@ def test_an_angle_for_each_image_turns_it_alone():
 
 
 @pytest.mark.parametrize(
-    ("images", "degrees", "error", "words"),
+    ("images", "degrees", "words"),
     [
-        (torch.rand(2, 8, 8), 15, ValueError, r"images must have shape \(N, C, S, S\), got \(2, 8, 8\)"),
-        (torch.rand(2, 1, 8, 9), 15, ValueError, r"images must have shape \(N, C, S, S\)"),
-        (torch.ones(2, 1, 8, 8).long(), 15, TypeError, "images must be a floating-point tensor, got torch.int64"),
-        (
-            torch.rand(2, 1, 8, 8),
-            torch.ones(3),
-            ValueError,
-            r"degrees must be one number or have shape \(2,\), got \(3,\)",
-        ),
-        (torch.rand(2, 1, 8, 8), math.inf, ValueError, "degrees must be finite"),
-        (torch.rand(2, 1, 8, 8), "15", TypeError, "degrees must be a number or a tensor, got str"),
+        (torch.rand(2, 8, 8), 15, r"images must have shape \(N, C, S, S\), got \(2, 8, 8\)"),
+        (torch.rand(2, 1, 8, 9), 15, r"images must have shape \(N, C, S, S\)"),
+        (torch.rand(2, 1, 8, 8), math.inf, "degrees must be finite"),
     ],
 )
-def test_what_cannot_be_turned_is_refused(images, degrees, error, words):
-    with pytest.raises(error, match=f"rotated: {words}"):
+def test_what_cannot_be_turned_is_refused(images, degrees, words):
+    with pytest.raises(ValueError, match=f"rotated: {words}"):
         rotated(images, degrees)

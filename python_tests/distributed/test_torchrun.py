@@ -16,6 +16,7 @@ from ella_cuda import cli
 from ella_cuda.cli.grid import failure_noted
 from ella_cuda.experiments import device_of_process
 from ella_cuda.training.checkpoint import read_checkpoint
+from ella_cuda.training.processes import OneProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--task", "quadrant", "--layer", "conv", "--objective", "map", "--epochs", "1", "--width", "1"]
@@ -71,10 +72,10 @@ def test_a_restarted_training_repeats_every_bit(processes, tmp_path):
 
 
 def test_what_a_rank_fails_with_goes_to_a_file_of_its_own(tmp_path):
-    with pytest.raises(ValueError, match="of rank 1"), failure_noted(tmp_path, SimpleNamespace(rank=1)):
+    with pytest.raises(ValueError, match="of rank 1"), failure_noted(tmp_path, SimpleNamespace(rank=1, group=1)):
         raise ValueError("of rank 1")
     assert (tmp_path / "failure-rank-1.txt").read_text().splitlines()[-1] == "ValueError: of rank 1"
-    with pytest.raises(ValueError, match="alone"), failure_noted(tmp_path, None):
+    with pytest.raises(ValueError, match="alone"), failure_noted(tmp_path, OneProcess()):
         raise ValueError("alone")
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -618,7 +618,7 @@ def count_steps() -> dict[str, Any]:
     return {
         "calls": [list(c) for c in counted.calls[before:]],
         "bytes": 4 * (sum(p.numel() for p in model.parameters()) + 5),
-        "steps": len(trainer._train_loader),
+        "steps": len(trainer._loaders[0]),
     }
 
 

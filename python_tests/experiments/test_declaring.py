@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -18,22 +19,7 @@ from ella_cuda.experiments.folder import read_grid
 from ella_cuda.training.checkpoint import read_checkpoint
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
-TINY = [
-    "--task",
-    "digit",
-    "--layer",
-    "conv",
-    "--objective",
-    "map",
-    "--epochs",
-    "1",
-    "--width",
-    "1",
-    "--train-size",
-    "20",
-    "--test-size",
-    "20",
-]
+TINY = shlex.split("--task digit --layer conv --objective map --epochs 1 --width 1 --train-size 20 --test-size 20")
 
 
 @pytest.fixture

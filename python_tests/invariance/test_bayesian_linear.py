@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch.distributions import MultivariateNormal, kl_divergence
@@ -54,14 +52,6 @@ def test_moments_are_those_of_q(q):
     torch.testing.assert_close(
         layer.scale_tril @ layer.scale_tril.mT, torch.stack([one.covariance_matrix for one in posteriors(layer)])
     )
-
-
-def test_at_the_prior_nothing_diverges():
-    layer = BayesianLinear(6, 2, prior_precision=4.0, **DOUBLE)
-    assert layer.kl() > 0
-    with torch.no_grad():
-        layer.log_scale.fill_(-math.log(2))
-    assert layer.kl().item() == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("q", ["full", "diag"])
@@ -124,7 +114,5 @@ def test_wrong_precisions_and_features_are_refused():
         for call in (layer, layer.moments, layer.scaled):
             with pytest.raises(ValueError, match=words):
                 call(features)
-    with pytest.raises(TypeError, match="features must be a tensor, got list"):
-        layer([[1.0, 2.0]])
     with pytest.raises(ValueError, match=r"y must have shape \(4, 3\), got \(4,\)"):
         layer.fit_(torch.ones(4, 2), torch.ones(4))

@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import ella_cuda
 from ella_cuda.augment import AffineAugment
 from ella_cuda.data import TensorLoader
 from ella_cuda.invariance import BayesianLinear, ElboTrainer, InvariantFilterBank, ShallowNetwork
 from ella_cuda.training.checkpoint import read_checkpoint
-from python_tests.training.test_points import LOADERS
 
 
 def images(n: int = 40, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,12 +161,6 @@ def test_frozen_parameters_stay_and_a_training_goes_on(frozen, tmp_path):
         assert "features.weight" in moved(model, before)
 
 
-def test_loaders_that_no_checkpoint_holds_are_warned_of(tmp_path):
-    data = DataLoader(TensorDataset(*images()), 20, num_workers=1, persistent_workers=True)
-    with pytest.warns(UserWarning, match="ElboTrainer: checkpoint: a resumed run will not repeat"):
-        ElboTrainer(network(), data, checkpoint=tmp_path / "checkpoint.pt")
-
-
 def test_amounts_that_need_a_gradient_do_so_afterwards():
     model = network()
     model.features.augment.raw.requires_grad_()
@@ -224,21 +215,11 @@ def test_a_checkpoint_of_another_training_is_refused(change, words, tmp_path):
     assert path.read_bytes() == before
 
 
-def test_a_checkpoint_of_other_data_is_refused(tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    trainer(checkpoint=path).run()
-    x, y = images()
-    with pytest.raises(ValueError, match="other train_loader data"):
-        ElboTrainer(
-            network(), TensorLoader(1 - x, y, 16, shuffle=True), n_epochs=3, progress_bar=False, checkpoint=path
-        ).run()
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda state: state["optimizer"]["state"].pop(0), "no state of parameter 0"),
-        (lambda state: state["history"].pop(), "not one of 3 epochs"),
+        (lambda state: state["optimizer"].pop("param_groups"), "optimizer is of another form"),
+        (lambda state: state["history"].pop(), "history has 2 entries of 3 epochs"),
         (lambda state: state.pop("random"), "has no random"),
         (lambda state: state["model"].pop("layer.mean"), "layer.mean of shape None"),
     ],
@@ -254,15 +235,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, words, tmp_path)
     with pytest.raises(ValueError, match=words):
         other.load_state_dict(state)
     assert not moved(model, before) and other.epochs == 0
-
-
-def test_a_file_that_is_none_is_refused(tmp_path):
-    path: Path = tmp_path / "checkpoint.pt"
-    path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="not a readable checkpoint"):
-        trainer(checkpoint=path).run()
-    with pytest.raises(TypeError, match="ElboTrainer: checkpoint must be a path or None, got int"):
-        trainer(checkpoint=3)
 
 
 def test_what_is_not_finite_stops_training_and_keeps_the_last_checkpoint(tmp_path):
@@ -323,25 +295,6 @@ def test_amounts_of_two_augmentations_have_names_of_their_own():
     assert amounts == pytest.approx({"a.augment.rotation": 0.5, "b.augment.rotation": 0.25, "tx": 0.1, "ty": 0.2})
 
 
-@pytest.mark.parametrize("objective", ["bound", "point"])
-def test_targets_that_do_not_fit_are_refused(objective):
-    """Not broadcast: (N,) beside (N, 1) would be (N, N)."""
-    x, y = images()
-    bank = network().features
-    for model, labels, words in (
-        (
-            ShallowNetwork(bank, BayesianLinear(6, 1), "regression"),
-            torch.rand(40),
-            r"targets \(20, 1\), .* got \(20,\)",
-        ),
-        (network(), y + 1, "classes from 0 to 2, got 1 to 3"),
-        (network(), y.int(), "torch.int64, got .* torch.int32"),
-    ):
-        data = TensorLoader(x, labels, 20)
-        with pytest.raises(ValueError, match=f"y must be {words}" if "int64" not in words else words):
-            ElboTrainer(model, data, n_epochs=1, objective=objective, progress_bar=False).run()
-
-
 def test_features_may_be_any_module():
     x, y = images()
     features = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -370,8 +323,6 @@ def test_wrong_arguments_are_refused():
             trainer(model, **options)
     with pytest.raises(ValueError, match="ShallowNetwork: n_samples must be a positive integer, got 0"):
         model.predict(images()[0], 0)
-    with pytest.raises(TypeError, match="model must be a ShallowNetwork, got Linear"):
-        ElboTrainer(nn.Linear(2, 2), loader())
     with pytest.raises(
         TypeError, match="ElboTrainer: train_loader must be a loader that is iterated anew in every epoch"
     ):
@@ -380,32 +331,10 @@ def test_wrong_arguments_are_refused():
         ElboTrainer(model, [])
     with pytest.raises(ValueError, match="must yield at least one batch"):
         ElboTrainer(model, [], n_data=3, progress_bar=False).run()
-    with pytest.raises(TypeError, match="features must be a module, got function"):
-        ShallowNetwork(images, model.layer)
-    with pytest.raises(TypeError, match="layer must be a BayesianLinear, got Linear"):
-        ShallowNetwork(model.features, nn.Linear(6, 3))
     with pytest.raises(ValueError, match="likelihood must be one of"):
         ShallowNetwork(model.features, model.layer, "poisson")
     with pytest.raises(ValueError, match="sigma_noise must be positive"):
         ShallowNetwork(model.features, model.layer, "regression", sigma_noise=0)
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_n_is_what_a_pass_yields(kind):
-    pairs = list(LOADERS[kind])
-    assert ElboTrainer(network(), LOADERS[kind], progress_bar=False).n_data == sum(len(y) for _, y in pairs)
-
-
-def test_a_sampler_of_some_images_trains_as_a_data_set_of_them():
-    x, y = images(23)
-    few = [3, 5, 1, 22, 9, 14, 2, 7]
-    drawn = DataLoader(TensorDataset(x, y), 4, sampler=few, generator=torch.Generator())
-    whole = [(x[few[:4]], y[few[:4]]), (x[few[4:]], y[few[4:]])]
-    trained = [ElboTrainer(network(), drawn, progress_bar=False), ElboTrainer(network(), whole, n_data=8)]
-    torch.manual_seed(1)
-    first = trained[0].epoch()
-    torch.manual_seed(1)
-    assert trained[1].epoch() == first
 
 
 @pytest.mark.parametrize(
@@ -434,13 +363,3 @@ def test_autocast_changes_no_training():
             assert torch.allclose(features(images()[0]).float(), copy.deepcopy(features)(images()[0]).float())
         found.append(numbers(model))
     torch.testing.assert_close(*found)
-
-
-def test_names_are_at_hand():
-    assert set(ella_cuda.invariance.__all__) == {
-        "BayesianLinear",
-        "ElboTrainer",
-        "InvariantFilterBank",
-        "ShallowNetwork",
-        "multisample_elbo",
-    }

@@ -19,6 +19,7 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional
 from tqdm import tqdm
 
+from ella_cuda.claim import claim
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace, linear_mode
 from ella_cuda.laplace.evidence import effective_by_tensor, evidence_at
@@ -790,6 +791,10 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole)
     left = tmp_path / ".mode.1-0.tmp.pt"  # by a process that was killed
     left.write_bytes(whole)
+    with claim(tmp_path / ".mode.pt.lock", "it", patience=0.0), monkeypatch.context() as patched:
+        patched.setattr(claim.__wrapped__, "__defaults__", (0.0,))
+        with pytest.raises(RuntimeError, match=r"fit_linear_mode: checkpoint .*mode\.pt is in use by process \d+"):
+            la.fit_linear_mode(loader, checkpoint=path)
     la.fit_linear_mode(loader, checkpoint=path)
     assert not list(tmp_path.iterdir())
     os.mkfifo(path)

@@ -87,7 +87,7 @@ def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, mon
 
     def stop_in_training(self):
         nonlocal epochs
-        epochs += self._schedule["marglik_frequency"] == 2  # of a network that is stopped early
+        epochs += self._steps.marglik_frequency == 2  # of a network that is stopped early
         if epochs == 6:
             raise KeyboardInterrupt
         return epoch(self)

@@ -137,7 +137,7 @@ def test_missing_and_damaged_data_are_failures_and_nothing_is_written(tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert cli.main(["reproduce", "layers", "--scale", "0.1"]) == 1
     error = one_line(capsys)
-    assert "CIFAR-10" in error and "--data-dir" in error and "stand in for it with --data" in error
+    assert "cifar10: " in error and "--data-dir" in error and "stand in for it with --data" in error
     assert not list(tmp_path.iterdir())
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         (tmp_path / f"{name}-ubyte").write_bytes(b"not idx at all")

@@ -39,12 +39,6 @@ def test_without_curvature_there_are_precisions_only():
     assert others["head.weight"]["effective_parameters"] is None
 
 
-def test_a_layer_without_any_effective_parameter_has_no_type():
-    (layer,), _ = describe_layers(TWO_PATHS, PRECISION, dict.fromkeys(PRECISION, 0.0))
-    assert layer["type"] is None
-    assert layer["paths"]["a"]["relative_effective_parameters"] is None
-
-
 @pytest.mark.parametrize(("of_b", "kind"), [(0.49, None), (0.5, "a"), (0.51, "b")])
 def test_a_type_needs_one_effective_parameter_in_all(of_b, kind):
     gamma = {"l.a.weight": 0.3, "l.a.bias": 0.2, "l.b.weight": of_b, "head.weight": 2.0}
@@ -109,7 +103,3 @@ def test_lengthscales_stand_beside_the_precisions():
     assert lines[0] == "digits, task digit, S-FC, lengthscales, evidence, seed 0"
     assert lines[1].rstrip().endswith("prior precision; inverse lengthscale per pixel")
     assert "weight 1.00, bias 0.250; basis_in 0.250, basis_out 1.00" in lines[2]
-
-
-def test_a_running_run_says_how_far_it_is():
-    assert "(begun: epoch 3 of 9)" in layer_table([row(epoch=3, epochs=9)])

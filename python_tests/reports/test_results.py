@@ -13,14 +13,7 @@ from ella_cuda import run_folder
 from ella_cuda.reports import results_table, save_report
 from ella_cuda.reports.results import results_csv
 from ella_cuda.reports.text import (
-    columns,
-    counted,
-    duration,
-    layer_title,
-    network_title,
     number,
-    run_title,
-    tensor_title,
 )
 from python_tests.reports.rows import evaluations, row
 
@@ -77,10 +70,6 @@ def test_what_was_not_computed_is_a_dash():
     text = results_table([row(objective="map", neg_log_marginal_likelihood=None), row()])
     assert text.splitlines()[-1].split() == ["digit", "-", "1.250"]
     assert results_table([]) == "no finished run"
-
-
-def test_held_out_numbers_are_not_called_test_numbers():
-    assert "held-out training images" in results_table([row(evaluated_on="holdout")])
 
 
 def test_csv_has_a_line_a_run_and_columns_of_every_layer():
@@ -158,19 +147,6 @@ def test_numbers_of_any_size(value, text):
     assert number(value) == text
 
 
-def test_counts_and_times():
-    assert [counted(n, "run") for n in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
-    times = {-1: "0 s", 59.9: "59 s", 60: "1 min", 3599: "59 min", 3600: "1 h", 86399: "23 h", 5e5: "5 d"}
-    assert {t: duration(t) for t in times} == times
-
-
-def test_titles_and_columns():
-    assert layer_title("f_fc+conv") == "F-FC+CONV"
-    assert tensor_title("conv", "0.weight") == tensor_title("conv", "layer.0.weight") == "CONV weight"
-    assert tensor_title("gconv", "0.spatial.weight") == "GCONV spatial.weight"
-    assert columns([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc   d"
-
-
 def test_data_sets_and_group_convolutions_are_kept_apart():
     """They are no seeds of one another: nothing is averaged over them."""
     rows = [
@@ -191,19 +167,3 @@ def test_data_sets_and_group_convolutions_are_kept_apart():
         ["mnist,", "plain", "10.00", "20.00", "30.00"],
         ["cifar10,", "plain", "40.00", "-", "-"],
     ]
-
-
-def test_labels_say_the_group_and_else_only_what_rows_differ_in():
-    rows = [
-        row("plain", layer, group=group, group_conv=variant, width=10)
-        for layer, group, variant in (("gconv", "p4", "full"), ("gconv", "p4m", "full"), ("conv", "", ""))
-    ]
-    rows[2]["width"] = 4  # a network without a group is none of theirs
-    assert [network_title(r, rows) for r in rows] == ["GCONV (p4)", "GCONV (p4m)", "CONV"]
-    assert network_title(rows[1], rows[1:]) == "GCONV (p4m)"  # a folder of its own, beside another's
-    rows.append({**rows[0], "group_conv": "pointwise"})
-    assert [network_title(r, rows) for r in rows[::3]] == ["GCONV (p4, full)", "GCONV (p4, pointwise)"]
-    assert network_title(rows[1]) == "GCONV (p4m, full), width 10"
-    assert "GCONV (p4m, full), width 10" in run_title(rows[1])
-    head = results_table(rows[:3]).splitlines()[2]
-    assert [cell.strip() for cell in head.split("  ") if cell.strip()][1:] == ["GCONV (p4)", "GCONV (p4m)", "CONV"]

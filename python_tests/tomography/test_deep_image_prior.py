@@ -186,17 +186,12 @@ def scaled(by: float) -> RayOperator:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda k: halve(k["state"]["network"]), r"\['network'\] .* is in torch.float16, here in torch.float64"),
-        (lambda k: halve(k["state"]["best"]["network"]), r"\['best'\] .* is in torch.float16"),
-        (lambda k: halve(k["state"]["optimizer"]["state"][0], "exp_avg"), r"optimizer .*exp_avg.* is in torch.float16"),
-        (lambda k: halve(k["state"], "projected"), r"\['projected'\] is in torch.float16"),
-        (lambda k: k["state"]["optimizer"]["state"].pop(0), "optimizer has no state of parameter 0"),
-        (lambda k: k["state"].pop("best"), "has no best"),
+        (lambda k: k["state"].pop("best"), "does not fit .'best'"),
+        (lambda k: k["state"]["optimizer"].pop("param_groups"), "does not fit .'param_groups'"),
         (lambda k: k.update(state=5), "has no state"),
         (lambda k: k.update(settings=5), "has no settings"),
         (lambda k: k["settings"].update(lr=torch.ones(3)), "is of another run: lr"),
         (lambda k: k["settings"].update(lr=5), "is of another run: lr"),
-        (lambda k: k["values"].append(5), "values of the checkpoint .* are no floats"),
     ],
 )
 def test_an_entry_of_another_form_is_named(tmp_path, kept, change, words):
@@ -208,11 +203,6 @@ def test_an_entry_of_another_form_is_named(tmp_path, kept, change, words):
     with pytest.raises(ValueError, match=words):
         dip.reconstruct(y, n_steps=4, checkpoint=path, **QUIET)
     assert path.read_bytes() == before and all(map(torch.equal, weights, dip.network.parameters()))
-
-
-def halve(tensors, name=None):
-    name = next(iter(tensors)) if name is None else name
-    tensors[name] = tensors[name].half()
 
 
 @pytest.fixture(scope="module")
@@ -261,31 +251,20 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_best_weights():
         dip.linearise()
 
 
-def test_a_bar_is_shown_if_wanted(capsys):
-    LinearisedDIP(small_unet(), RAYS).reconstruct(measured(), n_steps=10)
-    assert "LinearisedDIP.reconstruct: 100%" in capsys.readouterr().err
-    LinearisedDIP(small_unet(), RAYS).reconstruct(measured(), n_steps=2, **QUIET)
-    assert capsys.readouterr().err == ""
-
-
 def test_wrong_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"network must be a torch.nn.Module, got function"):
-        LinearisedDIP(lambda x: x, RAYS)
-    with pytest.raises(TypeError, match=r"ray_transform must be a RayTransform or RayOperator, got Tensor"):
-        LinearisedDIP(small_unet(), torch.eye(3))
     for options, words in (
-        ({"tv_weight": -1.0}, "tv_weight must be at least 0"),
+        ({"tv_weight": -1.0}, "tv_weight must be positive"),
         ({"batch_size": 0}, "batch_size must be a positive integer"),
         ({"n_probes": 1.5}, "n_probes must be a positive integer"),
         ({"form": "half"}, "form must be one of 'full', 'simple'"),
         ({"method": "exact"}, "method must be one of"),
         ({"rank": -1}, "rank must be a positive integer"),
-        ({"tol": math.nan}, "tol must be at least 0 and finite"),
-        ({"memory_budget": -1}, "memory_budget must be at least 0"),
+        ({"tol": math.nan}, "tol must be positive and finite"),
+        ({"memory_budget": -1}, "memory_budget must be positive"),
     ):
         with pytest.raises(ValueError, match=words):
             LinearisedDIP(small_unet(), RAYS, **options)
-    with pytest.raises(TypeError, match="memory_budget must be a number, got '2GB'"):
+    with pytest.raises(TypeError, match="memory_budget must be one number, got str"):
         LinearisedDIP(small_unet(), RAYS, memory_budget="2GB")
     with pytest.raises(TypeError, match=r"network must be float32 or float64, got torch\.bfloat16"):
         LinearisedDIP(small_unet().bfloat16(), RAYS)

@@ -319,10 +319,6 @@ def test_dense_matrices_take_what_the_budget_is_compared_with(side, angles):
     assert 0.8 * bound < allocated(work) <= bound
 
 
-def test_the_way_is_chosen_by_the_budget():
-    assert fitted().is_dense and not fitted(memory_budget=1 << 14).is_dense
-
-
 def test_a_users_pair_of_functions_gives_the_same_covariance():
     rays = RayTransform(SIDE, 4, 7)
     kind = {"image_shape": (1, 1, SIDE, SIDE), "dtype": torch.float64, "fbp": rays.fbp}

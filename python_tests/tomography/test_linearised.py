@@ -69,13 +69,6 @@ def test_covariance_is_that_of_joint_gaussian_conditioning(dense):
     assert torch.equal(dense.variance().flatten(), dense.covariance().diagonal())
 
 
-def test_posterior_variance_is_below_the_priors(dense):
-    j, s = jacobian(dense), weight_covariance(dense)
-    prior = (j @ s @ j.T).diagonal()
-    assert (dense.variance().flatten() <= prior).all() and (dense.variance().flatten() < 0.9 * prior).any()
-    assert (dense.variance() > 0).all()
-
-
 def test_the_sum_of_33_terms_is_the_direct_product(dense):
     j, a, s = jacobian(dense), projection(dense), weight_covariance(dense)
     measured, noise = dense._measured, dense._raw["log_noise"].exp()
@@ -197,14 +190,6 @@ def test_variances_do_not_fall_below_their_bound():
     dip.set_hyperparameters(1e-4)
     dip.optimize_hyperparameters(1, **QUIET)
     assert list(dip.hyperparameters.variance.values()) == pytest.approx([math.exp(-6.9)] * len(dip.prior.blocks))
-
-
-def test_a_bar_is_shown_if_wanted(capsys):
-    dip = fitted(method="dense")
-    assert capsys.readouterr().err == ""
-    dip.linearise(progress_bar=True).optimize_hyperparameters(10)
-    said = capsys.readouterr().err
-    assert "LinearisedDIP.linearise: 100%" in said and "LinearisedDIP.optimize_hyperparameters: 100%" in said
 
 
 @pytest.mark.parametrize("form", ["full", "simple"])
@@ -417,7 +402,7 @@ def test_what_needs_the_linear_model_says_so_and_wrong_arguments_are_refused():
     for call, words in (
         (lambda: dip.optimize_hyperparameters(0), "n_steps must be a positive integer"),
         (lambda: dip.optimize_hyperparameters(at="mode"), "at must be one of"),
-        (lambda: dip.optimize_hyperparameters(tv_prior=-1.0), "tv_prior must be at least 0"),
+        (lambda: dip.optimize_hyperparameters(tv_prior=-1.0), "tv_prior must be positive"),
         (lambda: dip.optimize_hyperparameters(lr=math.nan), "lr must be positive"),
         (lambda: dip.sample(0), "n must be a positive integer"),
         (lambda: dip.log_density(torch.zeros(3, 3)), r"x must be a finite image \(6, 6\), got \(3, 3\)"),

@@ -64,15 +64,6 @@ def test_filtered_back_projection_finds_a_smooth_image():
     assert rays.fbp(rays.forward(x).float()).dtype == torch.float32
 
 
-def test_sizes_by_default():
-    assert RayTransform(28, 20).data_shape == (20, 41) and RayTransform((5, 8), [0.3]).data_shape == (1, 11)
-    torch.testing.assert_close(RayTransform(4, 4).angles, torch.arange(4, dtype=torch.float64) * math.pi / 4)
-
-
-def test_angles_are_constants():
-    assert not RayTransform(4, torch.tensor([0.3], requires_grad=True)).fbp(torch.ones(1, 7)).requires_grad
-
-
 def test_both_directions_are_differentiable_in_every_mode():
     rays = RayTransform((3, 4), [0.2, 1.1], 5)
     x, y = drawn(2, 3, 4).requires_grad_(), drawn(2, 2, 5).requires_grad_()
@@ -85,20 +76,17 @@ def test_both_directions_are_differentiable_in_every_mode():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("arguments", "words"),
     [
-        ((0, 3), ValueError, "image_size must be positive, got 0"),
-        ((2.5, 3), TypeError, "image_size must be an integer or"),
-        ((4, 0), ValueError, "angles must be positive, got 0"),
-        ((4, []), ValueError, "angles must be a positive number or finite radians"),
-        ((4, [math.nan]), ValueError, "angles must be"),
-        ((4, "many"), TypeError, "angles must be a number or a sequence"),
-        ((4, 3, 0), ValueError, "detector_size must be positive"),
-        ((4, 3, 2.0), TypeError, "detector_size must be an integer"),
+        ((0, 3), "image_size must be a positive integer, got 0"),
+        ((4, 0), "angles must be a positive integer, got 0"),
+        ((4, []), "angles must be a positive number or finite radians"),
+        ((4, [math.nan]), "angles must be"),
+        ((4, 3, 0), "detector_size must be a positive integer"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, error, words):
-    with pytest.raises(error, match=words):
+def test_wrong_arguments_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
         RayTransform(*arguments)
 
 
@@ -144,27 +132,6 @@ def test_functions_of_others_stand_in_for_a_ray_transform(batched):
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_functions_may_change_their_argument(batched):
-    rays = RayTransform(4, 3, 7)
-
-    def changing(function):
-        def changed(x):
-            found = function(x.clone())
-            x.zero_()
-            return found
-
-        return changed
-
-    functions = [changing(f) for f in (rays.forward, rays.adjoint)]
-    operator = RayOperator(*functions, 4, batched=batched, dtype=torch.float64, fbp=changing(rays.fbp))
-    x, y = drawn(2, 4, 4), drawn(2, 3, 7, seed=1)
-    torch.testing.assert_close(operator.forward(x), rays.forward(x))
-    torch.testing.assert_close(operator.adjoint(y), rays.adjoint(y))
-    operator.fbp(y)
-    assert torch.equal(x, drawn(2, 4, 4)) and torch.equal(y, drawn(2, 3, 7, seed=1))
-
-
-@pytest.mark.parametrize("batched", [False, True])
 def test_functions_may_return_one_buffer_each_time(batched):
     rays = RayTransform(4, 3, 7)
 
@@ -202,20 +169,12 @@ def test_pairs_that_are_none_are_refused():
         RayOperator(lambda x: rays.forward(x) + 0.1, rays.adjoint, 4)
     with pytest.raises(ValueError, match="adjoint must return"):
         RayOperator(rays.forward, lambda y: rays.adjoint(y)[:2], 4)
-    with pytest.raises(TypeError, match="adjoint must be a function"):
-        RayOperator(rays.forward, None, 4)
     with pytest.raises(TypeError, match="forward must return a float32 or float64 tensor, got ndarray"):
         RayOperator(lambda x: x.numpy(), rays.adjoint, 4)
-    with pytest.raises(TypeError, match=r"forward must return a float32 or float64 tensor, got torch\.int64"):
-        RayOperator(lambda x: (x > 0).long(), rays.adjoint, 4)
-    with pytest.raises(TypeError, match="adjoint must return a float32 or float64 tensor, got ndarray"):
-        RayOperator(rays.forward, lambda y: rays.adjoint(y).numpy(), 4)
     with pytest.raises(ValueError, match="measurements along one axis at least"):
         RayOperator(lambda x: x.sum(), lambda y: y.expand(4, 4), 4)
     with pytest.raises(ValueError, match=r"fbp must return an image \(4, 4\), got \(3, 7\)"):
         RayOperator(rays.forward, rays.adjoint, 4, fbp=lambda y: y).fbp(drawn(3, 7))
-    with pytest.raises(TypeError, match="image_shape must be a sequence of integers, got 16"):
-        RayOperator(rays.forward, rays.adjoint, 4, image_shape=16)
     with pytest.raises(ValueError, match="image_shape must have the 16 numbers"):
         RayOperator(rays.forward, rays.adjoint, 4, image_shape=(1, 4, 5))
 

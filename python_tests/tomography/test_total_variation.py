@@ -88,14 +88,9 @@ def test_it_is_differentiable_twice():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"total_variation: x must have shape \(..., H, W\), got \(6,\)"):
         total_variation(drawn(6))
-    for wrong, got in (([[1.0]], "list"), (torch.ones(2, 3, dtype=torch.uint8), "torch.uint8")):
-        with pytest.raises(TypeError, match=f"total_variation: x must be a floating point tensor, got {got}"):
-            total_variation(wrong)
     with pytest.raises(ValueError, match=r"covariance must have shape \(..., 6, 6\)"):
         total_variation_gaussian(drawn(2, 3), covariance(5))
     with pytest.raises(ValueError, match=r"mean must have shape \(..., H, W\)"):
         total_variation_gaussian(drawn(6), covariance(6))
     with pytest.raises(ValueError, match="positive semi-definite"):
         total_variation_gaussian(drawn(2, 3), -covariance(6))
-    with pytest.raises(TypeError, match="covariance must be a floating point tensor, got list"):
-        total_variation_gaussian(drawn(2, 3), [[1.0]])

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda import cli, experiments, marglik_training
+from ella_cuda import marglik_training
 from ella_cuda.data import TensorLoader
-from ella_cuda.experiments import configure, run_grid
 from ella_cuda.nn import SparseFactoredLinear2d
 from ella_cuda.training import graph, trainer
 from ella_cuda.training.step import TrainingStep
@@ -104,13 +103,6 @@ def test_optimizers_that_are_not_fused(optimizer, device, graphs):
     assert graphs[0].replayed
 
 
-def test_noise_of_a_regression_reaches_the_graph(device, graphs):
-    torch.manual_seed(8)
-    y = torch.randn(24, 10)
-    same_numbers(*(run(device, c, y=y, likelihood="regression", sigma_noise_init=0.5) for c in (True, False)))
-    assert graphs[0].replayed
-
-
 class Pair(nn.Module):
     """Of an image and a number for each."""
 
@@ -144,42 +136,6 @@ def test_batches_of_several_inputs_are_recorded(device, graphs):
         marglik_training(
             Pair().to(device), mappings(device, scale=1.0), cuda_graph=True, n_epochs=1, progress_bar=False
         )
-
-
-def test_sequences_with_labels_to_ignore_are_recorded(device, graphs):
-    """What is put in the place of labels that are no class is not put in theirs."""
-    torch.manual_seed(8)
-    labels = torch.randint(10, (24, 4)).masked_fill(torch.rand(24, 4) < 0.5, -100)
-
-    def sequence_run(cuda_graph: bool, y: torch.Tensor):
-        torch.manual_seed(5)
-        model = nn.Sequential(nn.Flatten(1), nn.Linear(64, 40), nn.Unflatten(1, (4, 10)))
-        return run(device, cuda_graph, model, y=y)
-
-    same_numbers(*(sequence_run(c, labels) for c in (True, False)))
-    assert graphs[0].replayed
-
-
-@pytest.mark.parametrize(("likelihood", "wrong"), [("binary", 2), ("poisson", -1)])
-def test_targets_that_come_to_fit_no_more_are_told(likelihood, wrong, device, graphs):
-    """In the second epoch, whose steps are recorded ones."""
-    x, y = (t.to(device) for t in (images()[0], (images()[1] > 4).float()[:, None]))
-
-    class Loader(list):
-        passes = 0
-
-        def __iter__(self):
-            self.passes += 1
-            yield (
-                x,
-                torch.where(torch.arange(24, device=device)[:, None] == 3, float(wrong), y) if self.passes >= 3 else y,
-            )
-
-    model = nn.Sequential(nn.Flatten(1), nn.Linear(64, 1)).to(device)
-    options = {"n_epochs": 6, "objective": "map", "optimizer_kwargs": {"lr": 0.01, "fused": True}, "n_data": 24}
-    with pytest.raises(ValueError, match=rf"for likelihood='{likelihood}', got {wrong}"):
-        marglik_training(model, Loader(), likelihood, cuda_graph=True, progress_bar=False, **options)
-    assert graphs[0].replayed
 
 
 def test_lengthscales_that_move_are_recorded_anew(device, graphs):
@@ -322,16 +278,6 @@ def test_after_an_epoch_undone_steps_are_recorded_anew(device, graphs):
     assert (graphs[0].warmed, graphs[0].recorded, graphs[0].replayed) == (2, 2, 3 * 12 - 1 + 12 - 1)
 
 
-def test_labels_are_asked_for_every_epoch(device, graphs):
-    """A label that was no class in one pass alone."""
-
-    def change(loader: Changing, number: int) -> None:
-        loader.labels[-1] = 10 if number == 2 else 3
-
-    _, loader = map_run(device, True, change)
-    assert loader.passes == 5
-
-
 def test_what_cannot_be_recorded_is_refused(device, graphs):
     with pytest.raises(ValueError, match=r"capturable.*SGD"):
         run(device, True, optimizer_cls=torch.optim.SGD, optimizer_kwargs={"lr": 0.1})
@@ -341,22 +287,6 @@ def test_what_cannot_be_recorded_is_refused(device, graphs):
         run(device, True, **options)
     options["scheduler_kwargs"] = cycle | {"cycle_momentum": False}
     same_numbers(*(run(device, c, **options) for c in (True, False)))
-
-
-@pytest.mark.parametrize(
-    ("y", "likelihood", "error", "message"),
-    [
-        (torch.arange(24) % 10 + 0.5, "classification", TypeError, "expected integer class indices"),
-        (torch.arange(24) % 10 + 1, "classification", ValueError, r"labels must lie in 0\.\.9"),
-        (torch.ones(24, 9), "regression", ValueError, "expected the outputs' shape"),
-        (torch.ones(24, 10).long(), "regression", TypeError, "expected real numbers"),
-    ],
-)
-def test_labels_that_do_not_fit_are_refused_as_step_by_step(device, graphs, y, likelihood, error, message):
-    for cuda_graph in (True, False):
-        with pytest.raises(error, match=message):
-            run(device, cuda_graph, y=y, likelihood=likelihood, objective="map")
-    assert not graphs[0].replayed
 
 
 def test_a_model_that_reads_values_is_refused(device, graphs):
@@ -377,12 +307,6 @@ def test_a_model_that_reads_values_is_refused(device, graphs):
     except KeyError:  # no cause of what happens while it is handled
         with pytest.raises(RuntimeError, match=r"as a CUDA graph \(.*reads a value"):
             run(device, True, Reads())
-
-
-def test_shapes_beyond_the_most_have_no_graph(device, graphs, monkeypatch):
-    monkeypatch.setattr(graph, "MAX_SHAPES", 1)
-    same_numbers(*(run(device, c) for c in (True, False)))
-    assert (graphs[0].warmed, graphs[0].recorded) == (1 + 6, 1)
 
 
 def kept_nodes(model: nn.Module) -> list[str]:
@@ -407,27 +331,6 @@ def test_an_approximation_keeps_no_node_of_the_weights(device, learn):
     assert kept_nodes(model) == [] and held[0].log_marginal_likelihood().isfinite()
     kept = model(images()[0].to(device)).sum()
     assert len(kept_nodes(model)) == len(list(model.parameters())) and kept.isfinite()
-
-
-def test_runs_of_a_grid_are_recorded(graphs, device, tmp_path, without_pictures):
-    small = {"width": 1, "epochs": 3, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
-    run_config = configure("digits", "digit", "f_fc+conv", "evidence", device=str(device), **small)
-    rows = [run_grid([run_config], tmp_path / str(c), progress=False, cuda_graph=c)[0] for c in (True, False)]
-    assert rows[0]["neg_log_marginal_likelihood"] == pytest.approx(rows[1]["neg_log_marginal_likelihood"], rel=1e-3)
-    assert len(graphs) == 1 and graphs[0].replayed
-
-
-def test_the_command_hands_it_on(tmp_path, monkeypatch, capsys):
-    told = []
-    monkeypatch.setattr(cli.grid, "named_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(experiments, "run_grid", lambda *args, **options: told.append(options["cuda_graph"]) or [])
-    for more in ([], ["--cuda-graph"]):
-        cli.main(["train", "--out", str(tmp_path / "runs"), *more])
-    assert told == [False, True]
-    monkeypatch.undo()
-    assert cli.main(["train", "--out", str(tmp_path / "runs"), "--device", "cpu", "--cuda-graph"]) == 2
-    assert "--cuda-graph needs a CUDA device, got cpu" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
 
 
 def test_only_cuda_has_graphs(tmp_path: Path):

@@ -181,18 +181,6 @@ def test_another_number_than_declared_is_refused(loader, message):
     assert prior == pytest.approx(weight / 21, rel=1e-4)
 
 
-def test_no_step_is_made_beyond_the_declared_number():
-    steps = []
-
-    class Counted(torch.optim.SGD):
-        def step(self, closure=None):
-            steps.append(1)
-
-    with pytest.raises(ValueError, match=MORE):
-        train(Claiming([DATA[:12], DATA[12:]], 20), optimizer_cls=Counted)
-    assert len(steps) == 1
-
-
 def test_passes_that_differ_are_refused_when_they_do():
     class Growing:
         passes = 0
@@ -220,14 +208,6 @@ def test_evidence_of_other_data_is_refused_unless_n_is_given():
     train(TensorLoader(X, Y, 7), marglik_loader=half)  # no evidence is asked for
 
 
-@pytest.mark.parametrize("size", [True, 2.0, "24"])
-def test_a_size_that_is_no_number(size):
-    with pytest.raises(TypeError, match=r"train_loader\.dataset_size must be an integer, got"):
-        train(Claiming([DATA[:]], size))
-    with pytest.raises(TypeError, match="n_data must be an integer, got"):
-        train([DATA[:]], n_data=size)
-
-
 @pytest.mark.parametrize(
     "loader", [[], Claiming([], 0), [DATA[:0]], DataLoader(DATA, 30, drop_last=True), DataLoader(Stream(0), 3)]
 )
@@ -253,23 +233,3 @@ def test_a_pass_that_cannot_be_repeated_is_found_before_a_step():
     with pytest.raises(ValueError, match=r"train_loader yielded no data in epoch 1.*__iter__ starts a new pass"):
         marglik_training(model, DataLoader(Once(), 7), n_epochs=3, objective="map", progress_bar=False)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
-
-
-def test_a_counted_run_resumes_bit_for_bit(tmp_path):
-    class Stop(Exception):
-        pass
-
-    def stop(evaluation) -> None:
-        if evaluation.epoch == 2:
-            raise Stop
-
-    def run(name: str, **options):
-        seeded()
-        loader = DataLoader(DATA, batch_sampler=Buckets())
-        model = train(loader, 3, objective="evidence", fisher="mc", checkpoint=tmp_path / name, **options)
-        return [*model.parameters()]
-
-    whole = run("whole.pt")
-    with pytest.raises(Stop):
-        run("part.pt", on_evaluation=stop)
-    assert all(torch.equal(a, b) for a, b in zip(run("part.pt"), whole, strict=True))

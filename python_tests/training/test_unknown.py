@@ -46,20 +46,6 @@ def test_those_with_a_diagonal_have_a_prior():
     assert la.prior_precision[1] < 5
 
 
-@pytest.mark.parametrize("unknown", ["freeze", "diagonal"])
-def test_a_resumed_training_is_the_same(unknown, tmp_path):
-    _, whole, margliks, _ = train(unknown)
-    train(unknown, n_epochs=2, checkpoint=tmp_path / "half.pt")
-    state = torch.load(tmp_path / "half.pt", weights_only=True)
-    assert state["settings"]["unknown"] == unknown
-    state["settings"]["n_epochs"] = 4
-    torch.save(state, tmp_path / "half.pt")
-    _, resumed, its_margliks, _ = train(unknown, checkpoint=tmp_path / "half.pt")
-    assert its_margliks[-1] == margliks[-1]
-    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_they_are_refused_before_the_first_step():
     with pytest.raises(TypeError, match=r"\(Tagged\) has trainable parameters \(token, idle\)"):
         train("error")

@@ -68,12 +68,7 @@ def draw_amounts(
 
     Returns:
         A matplotlib ``Figure``.
-
-    Raises:
-        ValueError: no run.
     """
-    if not any(lines.values()):
-        raise ValueError("lines must hold at least one run, got none.")
     figure, axes = panels(len(lines), 3, TEXT_WIDTH, 2.1, sharey=shared)
     names = dict.fromkeys(name for runs in lines.values() for _, amounts in runs for name in amounts)
     styles, legend, highest = generator_styles(list(names)), {}, dict.fromkeys(lines, 0.0)
@@ -109,12 +104,7 @@ def draw_samples(groups: Mapping[str, Sequence[Sequence[Any]]], title: str = "",
 
     Returns:
         A matplotlib ``Figure``.
-
-    Raises:
-        ValueError: no image.
     """
-    if not groups or not all(rows and rows[0] for rows in groups.values()):
-        raise ValueError("groups must hold at least one image each, got one without.")
     composed = {name: _composed(rows) for name, rows in groups.items()}
     across = 1 if len(groups) == 1 else 2
     height, width = (max(c.shape[axis] for c in composed.values()) for axis in (0, 1))

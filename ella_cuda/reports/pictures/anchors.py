@@ -42,15 +42,10 @@ def draw_anchors(
 
     Returns:
         A matplotlib ``Figure``.
-
-    Raises:
-        ValueError: no sparsified weight.
     """
     names = [layer["name"] for layer in row["layers"]]
     based = [w for w in weights if w.basis is not None]
     sparse = [w for w in based if w.positions > 1]
-    if not sparse:
-        raise ValueError("weights must hold at least one of a sparsified layer, got none.")
     reaches = {_reach(w.basis) for w in sparse}
     same = reaches.pop() if len(reaches) == 1 else None
     lines = _lines(sparse, names)

@@ -39,15 +39,7 @@ def draw_reliability(methods: Mapping[str, Reliability], title: str = "") -> Any
 
     Returns:
         A matplotlib ``Figure``.
-
-    Raises:
-        ValueError: no method, or one without predictions.
     """
-    if not methods:
-        raise ValueError("methods must hold at least one, got none.")
-    for name, found in methods.items():
-        if not int(found.count.sum()):
-            raise ValueError(f"methods: {name} must have predictions, got none.")
     across = min(len(methods), PER_LINE)
     down = math.ceil(len(methods) / across)
     width = min(TEXT_WIDTH, 1.0 + 2.2 * across)
@@ -107,18 +99,7 @@ def draw_rotations(methods: Mapping[str, Sequence[Mapping[str, float]]], title: 
 
     Returns:
         A matplotlib ``Figure``.
-
-    Raises:
-        ValueError: no method, or one without rows; a row lacks a number.
     """
-    if not methods or not all(methods.values()):
-        raise ValueError(f"methods must hold at least one, each with rows, got {dict(methods)!r}.")
-    for name, rows in methods.items():
-        for row in rows:
-            if missing := [key for key in ("degrees", *TURNED) if key not in row]:
-                raise ValueError(
-                    f"methods: a row of {name} must have {', '.join(('degrees', *TURNED))}, lacks {', '.join(missing)}."
-                )
     figure, axes = panels(len(TURNED), len(TURNED), TEXT_WIDTH, 1.8)
     legend: dict[str, Any] = {}
     for k, (name, rows) in enumerate(methods.items()):

@@ -41,14 +41,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
 
     Returns:
         A matplotlib ``Figure``.
-
-    Raises:
-        ValueError: no row, or not one history for each.
     """
-    if not rows or len(rows) != len(histories):
-        raise ValueError(
-            f"rows and histories must be equally many, at least one, got {len(rows)} and {len(histories)}."
-        )
     tasks = list(dict.fromkeys((r["data"], r["task"]) for r in rows))
     styles = run_styles(rows)
     figure, axes = panels(4 * len(tasks), 4, TEXT_WIDTH, 1.95)

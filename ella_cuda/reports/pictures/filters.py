@@ -44,12 +44,7 @@ def draw_filters(row: Mapping[str, Any], weights: Sequence[SpatialWeight]) -> An
 
     Returns:
         A matplotlib ``Figure``.
-
-    Raises:
-        ValueError: no weight.
     """
-    if not weights:
-        raise ValueError("weights must hold at least one, got none.")
     columns = list(dict.fromkeys(tensor_title(w.path, w.tensor) for w in weights))
     names = [layer["name"] for layer in row["layers"]]
     layers = [name for name in names if any(w.layer == name for w in weights)]

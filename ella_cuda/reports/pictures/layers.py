@@ -28,21 +28,12 @@ def draw_layers(rows: Sequence[Mapping[str, Any]]) -> Any:
     Returns:
         A matplotlib ``Figure``.
 
-    Raises:
-        ValueError: no row, or a row without effective parameters.
-
     Source: after van der Ouderaa et al., NeurIPS 2023, Figure 3.
     """
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        if any(p["effective_parameters"] is None for layer in row["layers"] for p in layer["paths"].values()):
-            raise ValueError(
-                f"rows: {row['task']}/{row['layer']}/{row['objective']} has no effective parameters to draw."
-            )
         what = (row["data"], f"task {row['task']}", network_title(row, rows), OBJECTIVE_TITLES[row["objective"]])
         groups.setdefault(what, []).append(row)
-    if not groups:
-        raise ValueError("rows must hold at least one run to draw, got none.")
     title, headings = _titles([(*what, _seeds(members)) for what, members in groups.items()])
     across = min(len(groups), PER_LINE)
     width = min(WIDEST, TEXT_WIDTH / across)

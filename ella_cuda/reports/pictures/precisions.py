@@ -31,12 +31,7 @@ def draw_precisions(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, A
 
     Returns:
         A matplotlib ``Figure``.
-
-    Raises:
-        ValueError: no evaluation.
     """
-    if not evaluations:
-        raise ValueError("evaluations must hold at least one, got none.")
     drawn: list[tuple[str, list[tuple[str, str, str, int]]]] = []  # by panel: (parameter, label, colour, style)
     for i, layer in enumerate(row["layers"], start=1):
         lines = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,27 +23,23 @@ __all__ = [
     "Learner",
     "Prior",
     "add_settings",
+    "learner_arguments",
     "learners_of",
-    "require_list",
 ]
 
-WORDS = {"anchors": Anchors, "augmentation": Augmentation, "lengthscales": Lengthscales}
+WORDS: dict[str, type[Learner]] = {"anchors": Anchors, "augmentation": Augmentation, "lengthscales": Lengthscales}
 
 
-def require_list(learn: Any) -> Iterable[str | Learner]:
-    """The argument; ValueError where it is a string, or nothing that lists."""
-    if isinstance(learn, str) or not isinstance(learn, Iterable):
-        example = learn if isinstance(learn, str) else "augmentation"
-        raise ValueError(
-            f"marglik_training: learn must be a list of names, got {learn!r}; pass a list, such as [{example!r}]."
-        )
-    return learn
+def learner_arguments(words: Iterable[str] = WORDS) -> dict[str, inspect.Parameter]:
+    """The keyword arguments of the learners of those words, which are arguments of the trainer, by name."""
+    parameters = [p for word in words for p in inspect.signature(WORDS[word], eval_str=True).parameters.values()]
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def learners_of(
-    learn: Sequence[str | Learner], model: nn.Module, settings: Mapping[str, Mapping[str, Any]]
+    learn: Sequence[str | Learner], model: nn.Module, n_steps: int, arguments: Mapping[str, Any]
 ) -> list[Learner]:
-    """The learners that ``learn`` names, each with its settings, then those that it holds.
+    """The learners that ``learn`` names, each with its own of the arguments, then those that it holds.
 
     Raises:
         TypeError: a learner is no object of :class:`Learner`, or its name no string.
@@ -61,7 +58,12 @@ def learners_of(
                 "marglik_training: learn must list names and objects of a subclass of ella_cuda.training.Learner that has a name, got "
                 f"{type(entry).__name__}."
             )
-    found = [*(make(model, **settings[word]) for word, make in WORDS.items() if word in learn), *own]
+    found = [
+        make(model, n_steps, **{name: arguments[name] for name in learner_arguments([word]) if name in arguments})
+        for word, make in WORDS.items()
+        if word in learn
+    ]
+    found += own
     names = ["prior", *(learner.name for learner in found)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.copies import augment_of
-from ella_cuda.training.checks import positive, warn
+from ella_cuda.laplace.hypergradients import COLUMNS
+from ella_cuda.laplace.values import check_choice
+from ella_cuda.training.checks import positive, warn, whole
 from ella_cuda.training.learners.learner import BufferLearner
 
 
@@ -20,28 +22,30 @@ class Augmentation(BufferLearner):
 
     Args:
         model: the averaged function.
-        lr: Adam's learning rate at the first step.
-        lr_min: at the last, along half a cosine.
-        n_steps: how many there are.
-        n_data, columns: of the evidence's gradient.
-        sampling: of the evidence's draws; None is the augmentation's own.
+        n_steps: evidence steps.
+        lr_aug, lr_aug_min, aug_sampling, aug_data, aug_columns: see :func:`ella_cuda.marglik_training`.
 
     Raises:
-        ValueError: the model averages over no augmentation with amounts, or an amount is 0 and the draws are a grid.
+        TypeError, ValueError: an argument does not fit, the model averages over no augmentation with amounts, or an amount is 0 and the
+            draws are a grid.
 
     Warns:
         UserWarning: the steps' rates cannot bring an amount to its limit.
     """
 
+    run_settings: ClassVar = {"lr_aug": (0.2, "Adam's learning rate on amounts, through a softplus")}
+    alone = True
+
     def __init__(
         self,
         model: nn.Module,
-        lr: float,
-        lr_min: float | None,
         n_steps: int,
-        n_data: int | None,
-        columns: str,
-        sampling: str | None = None,
+        *,
+        lr_aug: float = 0.05,
+        lr_aug_min: float | None = None,
+        aug_sampling: str | None = None,
+        aug_data: int | None = None,
+        aug_columns: str = "all",
     ) -> None:
         augment = augment_of(model)
         if augment is None:
@@ -49,14 +53,16 @@ class Augmentation(BufferLearner):
                 "marglik_training: learn=['augmentation'] needs a network that is averaged over an ella_cuda.augment.Augment; pass "
                 "augment=AffineAugment(n_samples), or a model AveragedFunction(network, augment)."
             )
-        if (augment.sampling if sampling is None else sampling) == "grid" and 0 in augment.amounts().values():
+        if (aug_sampling or augment.sampling) == "grid" and 0 in augment.amounts().values():
             raise ValueError(
                 "marglik_training: learn=['augmentation'] with draws of a grid needs amounts that are not 0, got "
                 f"{augment.amounts()}: the gradient at 0 is exactly 0 there. Start at 0.05 to 0.1, or pass aug_sampling='shared'."
             )
-        super().__init__("augmentation", model, ["augment.raw"], lr, hold_factors=False)
-        self._augment, self._n_steps, self._n_data, self._columns = augment, max(n_steps, 1), n_data, columns
-        self.lr_min = self.lr if lr_min is None else positive("lr_aug_min", lr_min)
+        super().__init__("augmentation", model, ["augment.raw"], positive("lr_aug", lr_aug), hold_factors=False)
+        self.lr_min = self.lr if lr_aug_min is None else positive("lr_aug_min", lr_aug_min)
+        self._n_data = None if aug_data is None else whole("aug_data", aug_data, 1)
+        self._columns = check_choice("marglik_training: aug_columns", aug_columns, COLUMNS)
+        self._augment, self._n_steps = augment, max(n_steps, 1)
         self._steps = 0
         self._warn_of_limits(n_steps)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,23 @@ class Learner:
     An evidence step fits the Laplace approximation inside :meth:`differentiable` of all learners, calls :meth:`step` of those without
     tensors in the network, records, and last calls :meth:`step` of those with tensors.
 
+    A learner of the package is called with the model, the number of evidence steps, and its keyword arguments, which are arguments of
+    :class:`ella_cuda.training.MarglikTrainer` too.
+
     Attributes:
         name: of the learner in checkpoints, settings and evaluations; no two of a training are the same.
         optimizer: of what it learns, or None; its state is in :meth:`state_dict`.
+        run_settings: of a learner of the package: the default and the help of the arguments that ``ella-cuda train`` has as options.
+        paths: of a learner of the package: the paths of :data:`ella_cuda.models.PATHS` one of which has what it learns; empty where any
+            network has.
+        alone: of a learner of the package: whether ``ella-cuda train`` learns it in runs of its own.
     """
 
     name: str
     optimizer: torch.optim.Optimizer | None = None
+    run_settings: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    paths: ClassVar[frozenset[str]] = frozenset()
+    alone: ClassVar[bool] = False
 
     def tensors(self) -> dict[str, Tensor]:
         """The network's buffers that it learns, by names of its choice; none for hyperparameters outside the network."""

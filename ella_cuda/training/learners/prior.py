@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from ella_cuda.laplace.prior_structure import group_indices
 from ella_cuda.laplace.tuning import fixed_points
 from ella_cuda.training.checks import in_words
 from ella_cuda.training.learners.learner import Learner
+
+if TYPE_CHECKING:
+    from ella_cuda.training.arguments import PriorOptions
 
 HyperOptimizer = Literal["adam", "mackay"]
 HYPER_OPTIMIZERS: tuple[str, ...] = get_args(HyperOptimizer)
@@ -28,31 +32,30 @@ class Prior(Learner):
         model: of the parameters.
         likelihood: whether there is a noise scale to learn.
         served: names of the trainable parameters that have a precision; others are trained without a prior.
-        prior_structure, prior_prec_init, sigma_noise_init, fix_sigma_noise, hyper_optimizer, hyper_step_limit, lr_hyp, n_hypersteps: see
-            :func:`ella_cuda.marglik_training`.
+        options: :class:`ella_cuda.training.arguments.PriorOptions`.
     """
 
     name = "prior"
 
-    def __init__(self, model: nn.Module, likelihood: Likelihood, served: Sequence[str], **settings: Any) -> None:
-        self._settings = settings
+    def __init__(self, model: nn.Module, likelihood: Likelihood, served: Sequence[str], options: PriorOptions) -> None:
+        self._options = options
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = list(served)
         self._all_names = [*self.names, *(name for name in named if name not in set(served))]
         self.parameters = [named[name] for name in self._all_names]  # those without a precision come last
         device = self.parameters[0].device
-        self.group = torch.tensor(group_indices(settings["prior_structure"], self.names, model), device=device)
+        self.group = torch.tensor(group_indices(options.prior_structure, self.names, model), device=device)
         count = int(self.group.max()) + 1
         self.log_precision = torch.full(
-            (count,), math.log(settings["prior_prec_init"]), dtype=torch.float64, device=device
+            (count,), math.log(options.prior_prec_init), dtype=torch.float64, device=device
         ).requires_grad_()
         self.log_sigma = torch.tensor(
-            math.log(settings["sigma_noise_init"]), dtype=torch.float64, device=device
+            math.log(options.sigma_noise_init), dtype=torch.float64, device=device
         ).requires_grad_()
-        self._learns_sigma = likelihood.has_noise and not settings["fix_sigma_noise"]
-        if settings["hyper_optimizer"] == "adam":
+        self._learns_sigma = likelihood.has_noise and not options.fix_sigma_noise
+        if options.hyper_optimizer == "adam":
             learned = [self.log_precision, *([self.log_sigma] if self._learns_sigma else [])]
-            self.optimizer = torch.optim.Adam(learned, lr=settings["lr_hyp"], fused=True)
+            self.optimizer = torch.optim.Adam(learned, lr=options.lr_hyp, fused=True)
 
     def log_precisions(self) -> Tensor:
         """log δ, one per parameter tensor, differentiable in the log precisions."""
@@ -100,8 +103,8 @@ class Prior(Learner):
     def step(self, la: KronLaplace, gradients: Mapping[str, Tensor]) -> None:
         """Steps with the curvature held; la has the last ones' values."""
         if self.optimizer is None:
-            limit = self._settings["hyper_step_limit"]
-            steps = self._settings["n_hypersteps"]
+            limit = self._options.hyper_step_limit
+            steps = self._options.n_hypersteps
             log_precision, log_sigma, _ = fixed_points(la, steps, self.group, self._learns_sigma, limit=limit)
             with torch.no_grad():
                 self.log_precision.copy_(log_precision)
@@ -109,7 +112,7 @@ class Prior(Learner):
                     self.log_sigma.copy_(log_sigma)
         else:
             upward = self.log_precision.new_tensor(-1 / la.n_data)
-            for _ in range(self._settings["n_hypersteps"]):
+            for _ in range(self._options.n_hypersteps):
                 self.optimizer.zero_grad()
                 evidence_at(la, self.log_precisions(), self.log_sigma if self._learns_sigma else None).backward(upward)
                 self.optimizer.step()
@@ -118,8 +121,8 @@ class Prior(Learner):
             la.sigma_noise = self.sigma()
 
     def settings(self) -> dict[str, Any]:
-        unused = {"mackay": (), "adam": ("hyper_step_limit",)}[self._settings["hyper_optimizer"]]
-        return {key: value for key, value in self._settings.items() if key not in unused}
+        unused = {"mackay": (), "adam": ("hyper_step_limit",)}[self._options.hyper_optimizer]
+        return {key: value for key, value in dataclasses.asdict(self._options).items() if key not in unused}
 
     def state_dict(self) -> dict[str, Any]:
         values = {"log_precision": self.log_precision.detach().clone(), "log_sigma": self.log_sigma.detach().clone()}

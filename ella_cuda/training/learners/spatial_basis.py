@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import nn
 
+from ella_cuda.models import SPARSE_PATHS
 from ella_cuda.nn import SpatialBasis
+from ella_cuda.training.checks import positive
 from ella_cuda.training.learners.learner import BufferLearner
 
 
@@ -13,32 +17,43 @@ def bases_of(model: nn.Module) -> dict[str, SpatialBasis]:
     return {name: m for name, m in model.named_modules() if isinstance(m, SpatialBasis)}
 
 
-def _buffers(model: nn.Module, word: str, buffer: str) -> list[str]:
-    names = [f"{name}.{buffer}" if name else buffer for name in bases_of(model)]
-    if not names:
-        raise ValueError(
-            f"marglik_training: learn=[{word!r}] needs sparsified layers (ella_cuda.nn.SparseFactoredLinear2d, SparseConv2d), the model has "
-            "none."
-        )
-    return names
+class _OfBases(BufferLearner):
+    """A buffer of all bases."""
+
+    paths = SPARSE_PATHS
+
+    def __init__(
+        self, word: str, buffer: str, model: nn.Module, lr: float, logarithmic: bool, hold_factors: bool
+    ) -> None:
+        names = [f"{name}.{buffer}" if name else buffer for name in bases_of(model)]
+        if not names:
+            raise ValueError(
+                f"marglik_training: learn=[{word!r}] needs sparsified layers (ella_cuda.nn.SparseFactoredLinear2d, SparseConv2d), the model "
+                "has none."
+            )
+        super().__init__(word, model, names, positive(f"lr_{word}", lr), logarithmic, hold_factors)
+
+    def record(self) -> None:
+        """Nothing: a checkpoint has the anchors, every evaluation the lengthscales."""
 
 
-class Anchors(BufferLearner):
+class Anchors(_OfBases):
     """The anchors of all bases, in pixels."""
 
-    def __init__(self, model: nn.Module, lr: float, hold_factors: bool = True) -> None:
-        super().__init__("anchors", model, _buffers(model, "anchors", "anchors"), lr, hold_factors=hold_factors)
+    run_settings: ClassVar = {"lr_anchors": (0.003, "Adam's learning rate on anchors that --learn names, in pixels")}
 
-    def record(self) -> None:
-        """Nothing: a checkpoint has them, and histories stay small."""
+    def __init__(self, model: nn.Module, n_steps: int, *, lr_anchors: float = 0.003, hold_factors: bool = True) -> None:
+        super().__init__("anchors", "anchors", model, lr_anchors, False, hold_factors)
 
 
-class Lengthscales(BufferLearner):
+class Lengthscales(_OfBases):
     """log ω of all bases."""
 
-    def __init__(self, model: nn.Module, lr: float, hold_factors: bool = True) -> None:
-        buffers = _buffers(model, "lengthscales", "inverse_lengthscale")
-        super().__init__("lengthscales", model, buffers, lr, True, hold_factors)
+    run_settings: ClassVar = {
+        "lr_lengthscales": (0.03, "Adam's learning rate on the logarithms of lengthscales that --learn names")
+    }
 
-    def record(self) -> None:
-        """Nothing: ω is in every evaluation, learned or not."""
+    def __init__(
+        self, model: nn.Module, n_steps: int, *, lr_lengthscales: float = 0.03, hold_factors: bool = True
+    ) -> None:
+        super().__init__("lengthscales", "inverse_lengthscale", model, lr_lengthscales, True, hold_factors)

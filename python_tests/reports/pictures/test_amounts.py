@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from ella_cuda.reports.pictures.amounts import draw_amounts, draw_samples
 from python_tests.reports.pictures.pages import check_page
@@ -40,12 +39,6 @@ def test_panels_may_have_scales_of_their_own():
     assert small.get_ylim()[1] < 0.2 and large.get_ylim()[1] > 1.2
 
 
-def test_names_that_are_no_generators_have_colours_too():
-    figure = draw_amounts({"": [([1, 2], {"strength": [0.1, 0.2], "smoothness": [1.0, 1.5]})]})
-    colours = [line.get_color() for line in shown(figure)[0].lines]
-    assert len(set(colours)) == 2
-
-
 def test_samples_are_their_pixels_with_the_image_apart():
     images = np.arange(2 * 3 * 4 * 4).reshape(2, 3, 4, 4)
     figure = draw_samples({"": images.tolist()}, TITLE)
@@ -56,17 +49,3 @@ def test_samples_are_their_pixels_with_the_image_apart():
     between = [np.flatnonzero((picture == 255).all(0))]
     steps = np.split(between[0], np.flatnonzero(np.diff(between[0]) > 1) + 1)
     assert [len(step) for step in steps] == [5, 2]
-
-
-def test_samples_of_several_groups_are_panels():
-    figure = draw_samples({name: np.zeros((2, 3, 5, 5), int).tolist() for name in "abc"}, TITLE, note="A note.")
-    check_page(figure)
-    assert [axis.get_title() for axis in shown(figure)] == ["a", "b", "c"]
-
-
-def test_nothing_to_draw_is_refused():
-    with pytest.raises(ValueError, match="lines must hold at least one run"):
-        draw_amounts({"a": []})
-    for groups in ({}, {"a": []}):
-        with pytest.raises(ValueError, match="groups must hold at least one image"):
-            draw_samples(groups)

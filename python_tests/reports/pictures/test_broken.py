@@ -42,13 +42,6 @@ def test_values_far_apart_keep_one_scale_on_both_sides(which):
     assert len({round(float(t) % 1, 6) for t in ticks}) == 1
 
 
-def test_a_place_on_a_broken_axis_is_read_back():
-    axis, _ = placed("x", FAR)
-    values = [24.0, 26.0, 40.0, 92.0, 98.5]
-    pixels = axis.transData.transform([(v, 0.5) for v in values])
-    assert axis.transData.inverted().transform(pixels)[:, 0] == pytest.approx(values)
-
-
 @pytest.mark.parametrize(
     "values", [[91.0, 91.5, 97.0], [24.0, 97.5, 98.0], [24.0, 50.0, 60.0, 98.0], [60.0, 95.0, 10.0], [97.0]]
 )

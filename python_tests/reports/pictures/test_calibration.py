@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from ella_cuda.metrics import Reliability
@@ -42,19 +41,6 @@ def test_bars_are_accuracies_beside_the_diagonal_and_counts_are_below():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 5])
-def test_methods_go_on_in_the_next_line_and_fit_on_a_page(count):
-    figure = draw_reliability({f"method {k}": FOUND for k in range(count)}, "a title")
-    shown = [axis for axis in figure.axes if axis.get_visible()]
-    assert len(shown) == 2 * count
-    for k in range(count):  # the counts of a method are under its bars
-        (upper,) = [axis for axis in shown if axis.get_title().startswith(f"method {k},")]
-        place = upper.get_position()
-        under = [a for a in shown if abs(a.get_position().x0 - place.x0) < 1e-6 and a.get_position().y1 < place.y0]
-        assert max(under, key=lambda a: a.get_position().y1).get_xlabel() == "confidence"
-    check_page(figure)
-
-
 def test_a_line_for_each_method_over_the_angle():
     figure = draw_rotations({"MAP": TURNED, "predictive": [{**row, "nll": 9.0} for row in TURNED]}, "whose")
     assert [axis.get_ylabel() for axis in figure.axes] == [
@@ -71,16 +57,3 @@ def test_a_line_for_each_method_over_the_angle():
     assert [figure.axes[k].get_ylim()[1] for k in (1, 2)] == [100, 100]
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["MAP", "predictive"]
     check_page(figure)
-
-
-def test_nothing_to_draw_is_said():
-    none = Reliability(torch.zeros(2, dtype=torch.long), *torch.full((2, 2), float("nan"), dtype=torch.float64))
-    with pytest.raises(ValueError, match="methods must hold at least one, got none"):
-        draw_reliability({})
-    with pytest.raises(ValueError, match="methods: MAP must have predictions, got none"):
-        draw_reliability({"MAP": none})
-    for methods in ({}, {"MAP": []}):
-        with pytest.raises(ValueError, match="methods must hold at least one, each with rows"):
-            draw_rotations(methods)
-    with pytest.raises(ValueError, match=r"a row of MAP must have degrees, nll, .*, lacks confidence, entropy"):
-        draw_rotations({"MAP": [{"degrees": 0, "nll": 1.0, "accuracy": 50.0}]})

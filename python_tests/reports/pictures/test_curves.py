@@ -128,19 +128,7 @@ def test_a_run_that_is_not_finished_has_its_evaluations_losses_and_no_result():
     assert not results.lines and not results.axison
 
 
-def test_held_out_images_are_not_called_test_images():
-    figure = draw_curves([row(evaluated_on="holdout")], [{"evaluations": evaluations(row())}])
-    assert figure.axes[3].get_ylabel() == "accuracy, %,\n360 held-out images"
-
-
 def test_a_loss_below_zero_has_no_logarithm():
     figure = draw_curves([row()], [{"losses": [1.0, -1.0], "evaluations": evaluations(row(), 1)}])
     assert figure.axes[0].get_yscale() == "linear"
     assert "log scale" not in figure.axes[0].get_ylabel()
-
-
-def test_rows_without_histories_are_refused():
-    with pytest.raises(ValueError, match="got 1 and 0"):
-        draw_curves([row()], [])
-    with pytest.raises(ValueError, match="at least one"):
-        draw_curves([], [])

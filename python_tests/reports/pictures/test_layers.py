@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from matplotlib import colors, image
 
-from ella_cuda.reports import draw_layers, save_picture
-from ella_cuda.reports.pictures import PATH_STYLES
+from ella_cuda.reports import draw_layers
 from python_tests.reports.rows import row
 
 
@@ -45,24 +42,6 @@ def test_layers_without_a_type_are_marked():
     ]
 
 
-def test_three_paths_stack_too():
-    made = row(layer="f_fc+conv")
-    for layer in made["layers"]:
-        conv = layer["paths"]["conv"]
-        layer["paths"]["gconv"] = {**conv, "relative_effective_parameters": conv["relative_effective_parameters"] / 4}
-        conv["relative_effective_parameters"] *= 3 / 4
-    made["layer"] = "f_fc+conv+gconv"
-    figure = draw_layers([made, row()])
-    f_fc, conv, gconv = figure.axes[0].containers
-    assert [b.get_height() for b in gconv] == pytest.approx([20, 12.5, 5])
-    assert [b.get_y() for b in gconv] == pytest.approx([80, 87.5, 95])
-    assert [b.get_y() for b in conv] == pytest.approx([b.get_height() for b in f_fc])
-    assert figure.axes[0].get_title() == "F-FC+CONV+GCONV"
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["F-FC", "CONV", "GCONV"]
-    styles = [(b[0].get_facecolor(), b[0].get_hatch()) for b in (f_fc, conv, gconv)]
-    assert len(set(styles)) == 3
-
-
 def test_seeds_share_a_panel_as_their_mean():
     other = row(seed=1)
     for layer in other["layers"]:
@@ -74,34 +53,3 @@ def test_seeds_share_a_panel_as_their_mean():
     assert "mean ± standard error over 2 seeds" in figure.get_suptitle().replace("\n", " ")
     ends = [bar[:, 1].tolist() for bars in axis.collections for bar in bars.get_segments()]
     assert ends == [pytest.approx(e) for e in ([0, 20], [0, 50], [0, 80])] * 2  # of two values, half their difference
-
-
-def test_a_legends_patch_has_its_bars_hatch():
-    figure = draw_layers([row(layer=f"{one}+{other}") for one, other in zip(*[iter(PATH_STYLES)] * 2, strict=True)])
-    figure.canvas.draw()
-    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3] / 255
-    patches = figure.legends[0].get_patches()
-    assert len(patches) == len(PATH_STYLES)
-    for patch, (colour, hatch) in zip(patches, PATH_STYLES.values(), strict=True):
-        (left, low), (right, high) = patch.get_window_extent().get_points().round().astype(int)
-        inside = pixels[len(pixels) - high + 1 : len(pixels) - low - 1, left + 1 : right - 1]
-        others = np.abs(inside - colors.to_rgb(colour)).max(-1) > 0.3
-        assert (others.mean() > 0.05) == bool(hatch), colour
-
-
-def test_the_files_pixels_have_both_colours(tmp_path):
-    save_picture(draw_layers([row()]), tmp_path / "a")
-    pixels = image.imread(tmp_path / "a.png")[..., :3]
-    for path in ("f_fc", "conv"):
-        near = np.abs(pixels - np.array(colors.to_rgb(PATH_STYLES[path][0]))).max(-1) < 0.02
-        assert near.mean() > 0.02
-    assert pixels.shape[0] > 350
-
-
-def test_nothing_to_draw_is_an_error():
-    with pytest.raises(ValueError, match="at least one run"):
-        draw_layers([])
-    bare = row()
-    bare["layers"][0]["paths"]["conv"]["effective_parameters"] = None
-    with pytest.raises(ValueError, match="no effective parameters"):
-        draw_layers([bare])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from matplotlib import image
-from matplotlib.colors import to_rgb
-from matplotlib.lines import Line2D
 
 from ella_cuda.reports import draw_anchors, draw_curves, draw_filters, draw_layers, draw_precisions, save_picture
-from ella_cuda.reports.pictures.page import OTHER_STYLES, PATH_STYLES, finish, folded, panels, path_styles
+from ella_cuda.reports.pictures.page import PATH_STYLES, folded, panels, path_styles
 from python_tests.reports.pictures.networks import read
 from python_tests.reports.pictures.pages import check_page, check_same_sizes
 from python_tests.reports.rows import evaluations, row
@@ -108,33 +104,6 @@ def test_folded_text_is_whole_and_narrow():
     assert folded("", 2.0, 8) == ""
 
 
-@pytest.mark.parametrize(
-    ("labels", "least"),
-    [
-        ([f"network {i}" for i in range(11)], 3),
-        (["short", "a very much longer label than the others", "x", "y"], 2),
-        ([f"S-FC+S-CONV+GCONV, {name}" for name in ("MAP", "evidence")], 1),
-        (["F-FC+CONV+GCONV", "GCONV"], 2),
-    ],
-)
-def test_a_legend_has_the_columns_that_fit(labels, least):
-    figure, _ = panels(1, 1, 4.0, 2.0)
-    finish(figure, legend={label: Line2D([], []) for label in labels}, note="what it is")
-    check_page(figure)
-    lefts = {round(t.get_window_extent().x0) for t in figure.legends[0].get_texts()}
-    assert len(lefts) >= least
-    assert figure.legends[0].get_title().get_text() == "what it is"
-
-
-def test_a_panel_keeps_its_height_under_more_lines():
-    heights = []
-    for count in (1, 8):
-        figure, (axis,) = panels(1, 1, 2.0, 2.0)
-        finish(figure, "a title of many words " * count, {f"a longer entry {i}": Line2D([], []) for i in range(count)})
-        heights.append(axis.get_window_extent().height / figure.dpi)
-    assert heights[1] == pytest.approx(heights[0], abs=0.15)
-
-
 def test_both_files_can_be_read_and_are_the_same_when_drawn_again(tmp_path):
     files = save_picture(draw_layers([row()]), tmp_path / "a")
     assert [f.name for f in files] == ["a.png", "a.svg"]
@@ -143,37 +112,6 @@ def test_both_files_can_be_read_and_are_the_same_when_drawn_again(tmp_path):
     assert "<dc:date>" not in files[1].read_text()
     again = save_picture(draw_layers([row()]), tmp_path / "b")
     assert [f.read_bytes() for f in again] == [f.read_bytes() for f in files]
-
-
-# On linear RGB, complete dichromacy. Source: Machado, Oliveira, Fernandes, IEEE TVCG 15(6), 2009.
-VISIONS = {
-    "usual": np.eye(3),
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
-}
-
-
-def lab(colour: str, vision) -> np.ndarray:
-    """CIE L*a*b* under D65, as somebody sees an sRGB colour."""
-    rgb = np.array(to_rgb(colour))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(np.asarray(vision) @ linear, 0, 1)
-    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
-    x, y, z = np.cbrt(np.maximum(np.array(to_xyz) @ seen / [0.95047, 1, 1.08883], 1e-6))
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-@pytest.mark.parametrize("vision", VISIONS)
-def test_colours_are_apart_for_every_vision(vision):
-    colours = [style[0] for style in (*PATH_STYLES.values(), *OTHER_STYLES[:3])]
-    seen = [lab(colour, VISIONS[vision]) for colour in colours]
-    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20  # 2.3 is just noticeable
-
-
-def test_the_papers_paths_are_apart_in_grey():
-    greys = sorted(lab(PATH_STYLES[path][0], VISIONS["usual"])[0] for path in ("f_fc", "conv", "gconv"))
-    assert np.diff(greys).min() > 12
 
 
 def test_paths_that_are_not_the_packages_have_styles_of_their_own():

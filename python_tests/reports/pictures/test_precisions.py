@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from matplotlib.colors import to_hex
 
 from ella_cuda.reports import draw_precisions
@@ -36,13 +35,3 @@ def test_every_tensor_has_its_line_in_its_layers_panel():
     assert axes[3].get_xlabel() == "epoch"
     assert axes[0].get_ylim() == axes[3].get_ylim()  # layers can be compared
     assert "task digit, F-FC+CONV, evidence, seed 0: prior precisions δ" in figure.get_suptitle()
-
-
-def test_a_running_run_says_how_far_it_is():
-    figure = draw_precisions(row(epoch=4, epochs=10), evaluations(row(), 2))
-    assert "begun: epoch 4 of 10" in figure.get_suptitle()
-
-
-def test_no_evaluation_is_an_error():
-    with pytest.raises(ValueError, match="at least one"):
-        draw_precisions(row(), [])

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ella_cuda import marglik_training
 from ella_cuda.augment import AffineAugment, AveragedFunction
-from ella_cuda.laplace import KronLaplace, evidence_gradient
+from ella_cuda.laplace import evidence_gradient
 from ella_cuda.nn import SparseConv2d
-from ella_cuda.training import BufferLearner, MarglikTrainer
+from ella_cuda.training import MarglikTrainer
 from python_tests.laplace.rings import Turn, network, rings
 
 NAMES = ("tx", "ty", "rotation", "sx", "sy", "shear")
@@ -52,13 +52,6 @@ def at_zero(augment: AffineAugment) -> AffineAugment:
     return augment
 
 
-def assert_same_runs(one: MarglikTrainer, other: MarglikTrainer) -> None:
-    assert one.losses == other.losses and one.margliks == other.margliks and one.history == other.history
-    states = one.model.state_dict(), other.model.state_dict()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert torch.equal(one.la.log_marginal_likelihood(), other.la.log_marginal_likelihood())
-
-
 def test_the_training_loss_gives_an_invariance_up_and_the_evidence_does_not():
     """Rings under an arc of 120 degrees, one network, one start of 30 degrees: the loss moves the amount to 0, the evidence to 100 and
     more."""
@@ -86,40 +79,6 @@ def test_the_training_loss_gives_an_invariance_up_and_the_evidence_does_not():
     )
     assert math.degrees(model.augment.amounts()["turn"]) > 100
     assert margliks[-1] < margliks[0] - 10
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"keep": "best", "optimizer_kwargs": {"lr": 0.1}},
-        {"aug_sampling": "independent", "aug_data": 20},
-        {"aug_columns": "one", "aug_sampling": "sobol"},
-        {"augment": lambda: AffineAugment(4, "rotation", 0.2, "grid", "raw"), "lr_aug_min": 0.01},
-    ],
-)
-def test_a_resumed_run_is_an_uninterrupted_one(options, tmp_path):
-    whole = trainer(**options)
-    amounts = whole.model.augment.raw.clone()
-    whole.run()
-    assert not torch.equal(whole.model.augment.raw, amounts)
-    part = trainer(**options)
-    for _ in range(3):
-        part.epoch()
-        part.evidence_step()
-    torch.save(part.state_dict(), tmp_path / "state.pt")
-    rest = trainer(**options)
-    rest.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    rest.run()
-    assert_same_runs(whole, rest)
-
-
-def test_a_finished_run_is_found_again(tmp_path):
-    for keep in ("last", "best"):
-        one, other = (trainer(checkpoint=tmp_path / f"{keep}.pt", keep=keep, lr_aug=0.8) for _ in range(2))
-        one.run()
-        other.run()
-        assert_same_runs(one, other)
 
 
 def test_the_best_evidence_is_kept_with_its_amounts():
@@ -302,73 +261,6 @@ def test_a_network_without_that_gradient_is_refused_before_its_first_step():
     with pytest.raises(ValueError, match=r"evidence_gradient: .* is called several times"):
         marglik_training(model, loader(), learn=["augmentation"], **options)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-class Frozen(nn.BatchNorm2d):
-    """Keeps its statistics in training."""
-
-    def train(self, mode=True):
-        return super().train(False)
-
-
-class Noise(nn.Module):
-    """In evaluation mode too."""
-
-    def forward(self, x):
-        return x + torch.randn_like(x)
-
-
-def own_statistics(norm: nn.Module) -> nn.Module:
-    norm.forward = lambda x: norm.weight[:, None, None] * (x - norm.running_mean[:, None, None])
-    return norm
-
-
-@pytest.mark.parametrize(
-    ("module", "statistic", "words"),
-    [
-        (Frozen(2), None, None),
-        (
-            Frozen(2),
-            "running_mean",
-            r"layer 'network.1' \(Frozen\): its running_mean requires a gradient, .*weight and bias",
-        ),
-        (Frozen(2), "running_var", "its running_var requires a gradient"),
-        (
-            nn.InstanceNorm2d(2, affine=True, track_running_stats=True),
-            "running_mean",
-            r"InstanceNorm2d\): its running_mean",
-        ),
-        (nn.BatchNorm2d(2), None, "the BatchNorm2d '1' takes its statistics from the batch"),
-        (Noise(), None, r"'network.1' \(Noise\) draws random numbers"),
-    ],
-)
-def test_norms_and_noise_are_served_or_refused_before_the_first_step(module, statistic, words):
-    torch.manual_seed(0)
-    layers = nn.Conv2d(1, 2, 3, padding=1), module, nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 3)
-    model = AveragedFunction(nn.Sequential(*layers), AffineAugment(4))
-    learn = ["augmentation"]
-    if statistic:
-        learn.append(BufferLearner("statistics", model, [f"network.1.{statistic}"], 0.1))
-    before = [p.clone() for p in model.parameters()]
-    made = MarglikTrainer(model, loader(), learn=learn, n_epochs=9, n_epochs_burnin=5, progress_bar=False)
-    if words is None:
-        made.epoch()
-        made.evidence_step()
-        assert made.model.augment.amounts()["tx"] != pytest.approx(0.1)
-        return
-    with pytest.raises((ValueError, RuntimeError), match=words):
-        made.epoch()
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-def test_statistics_that_a_forward_of_a_users_own_differentiates_may_be_learned():
-    norm = own_statistics(nn.BatchNorm2d(2))
-    norm.running_mean.requires_grad_()
-    norm.weight.requires_grad_(False), norm.bias.requires_grad_(False)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), norm, nn.Flatten(), nn.Linear(128, 3))
-    la = KronLaplace(model).fit(loader())
-    (gradient,) = torch.autograd.grad(la.log_marginal_likelihood(), norm.running_mean)
-    assert gradient.abs().min() > 0
 
 
 def test_one_augmentation_alone():

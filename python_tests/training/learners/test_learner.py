@@ -112,29 +112,6 @@ class Counting(ScaleLearner):
         self.steps = state["steps"]
 
 
-@pytest.mark.parametrize("learner", [ScaleLearner, Counting, adam_learner])
-def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path, learner):
-    class Stop(Exception):
-        pass
-
-    def stop(evaluation):
-        if evaluation.epoch == 6:
-            raise Stop
-
-    def run(**options) -> tuple:
-        model = network()
-        la, _, margliks, losses = train(model, learner(model), n_epochs=8, **options)
-        return margliks, losses, la.prior_precision.tolist(), *(t.tolist() for t in model.state_dict().values())
-
-    whole = run()
-    with pytest.raises(Stop):
-        run(checkpoint=tmp_path / "c.pt", on_evaluation=stop)
-    assert read_checkpoint(tmp_path / "c.pt")["epoch"] == 4
-    assert run(checkpoint=tmp_path / "c.pt") == whole
-    model = network()
-    assert not torch.equal(model.scale, torch.tensor(whole[3], dtype=torch.float64))
-
-
 def test_records_are_of_the_values_that_the_evidence_is_of(tmp_path):
     model, seen = network(), []
     start = float(model.scale.mean())

@@ -140,35 +140,6 @@ def test_the_evidence_never_falls(n_hypersteps):
     assert margliks[3] < margliks[0] - 1
 
 
-@pytest.mark.parametrize("structure", ["layerwise", "normalised"])
-def test_a_run_of_mackays_is_resumed_bit_for_bit(tmp_path, structure):
-    options = {"prior_structure": structure, "hyper_step_limit": 1.0, "n_hypersteps": 3, "n_epochs": 5}
-    torch.manual_seed(1)
-    whole = mackay(**options)
-    torch.manual_seed(1)
-    whole.run()
-    torch.manual_seed(1)
-
-    class Stop(Exception):
-        pass
-
-    def stop(evaluation) -> None:
-        if evaluation.epoch == 3:
-            raise Stop
-
-    with pytest.raises(Stop):
-        begun = mackay(**options, checkpoint=tmp_path / "c.pt", on_evaluation=stop)
-        torch.manual_seed(1)
-        begun.run()
-    torch.manual_seed(7)
-    resumed = mackay(**options, checkpoint=tmp_path / "c.pt")
-    resumed.run()
-    assert resumed.history == whole.history and resumed.margliks == whole.margliks and resumed.losses == whole.losses
-    assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
-    assert torch.equal(resumed.la.prior_precision, whole.la.prior_precision)
-    assert torch.equal(resumed.la.sigma_noise, whole.la.sigma_noise)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -188,19 +159,6 @@ def test_a_state_of_another_hyper_optimizer_is_refused(options, words):
         other.evidence_step()
         with pytest.raises(ValueError, match="hyper_optimizer='adam', this run has 'mackay'"):
             begun.load_state_dict(other.state_dict())
-
-
-def test_a_state_from_before_there_were_several_is_adams():
-    begun, other = mackay(hyper_optimizer="adam"), mackay(hyper_optimizer="adam", hyper_step_limit=1.0)
-    begun.epoch()
-    begun.evidence_step()
-    state = begun.state_dict()
-    assert "hyper_step_limit" not in state["settings"]  # it means nothing there
-    del state["settings"]["hyper_optimizer"]
-    other.load_state_dict(state)
-    assert other.epochs == 1
-    with pytest.raises(ValueError, match="hyper_optimizer='adam', this run has 'mackay'"):
-        mackay().load_state_dict(state)
 
 
 @pytest.mark.parametrize(

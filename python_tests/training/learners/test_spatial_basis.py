@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 
@@ -15,7 +14,6 @@ from ella_cuda import marglik_training
 from ella_cuda.laplace import KronLaplace, evidence_gradient
 from ella_cuda.nn import RelaxedEquivariance, SparseConv2d, SparseFactoredLinear2d
 from ella_cuda.training import MarglikTrainer
-from ella_cuda.training.learners import learners_of
 from python_tests.ops.checks import assert_same
 
 BOTH = ("anchors", "lengthscales")
@@ -58,13 +56,6 @@ def test_only_what_is_asked_for_moves(learn, moves):
     for name, buffer in shape(model).items():
         assert torch.equal(buffer, before[name]) == (name.rpartition(".")[2] not in moves)
     assert not any(b.requires_grad for b in model.buffers())
-
-
-def test_map_leaves_the_shape_alone():
-    model = network()
-    before = shape(model)
-    run(model, objective="map")
-    assert all(torch.equal(b, before[n]) for n, b in shape(model).items())
 
 
 @pytest.mark.parametrize("learn", [BOTH, ["anchors"], ["lengthscales"]])
@@ -130,21 +121,6 @@ def test_a_step_follows_the_gradient_at_the_fit():
         assert_same(moved[clear], 0.05 * gradient[clear].sign(), rtol=1e-2, atol=1e-5)
 
 
-def test_a_lengthscale_moves_along_the_gradient_in_its_logarithm():
-    model = network()
-    x, y = data().tensors
-    (learner,) = learners_of(["lengthscales"], model, {"lengthscales": {"lr": 1e-2}})
-    learner.optimizer = torch.optim.SGD(learner.optimizer.param_groups[0]["params"], lr=1e-2)
-    basis = model[0].s_conv.basis
-    basis.inverse_lengthscale.fill_(0.4)  # by a user, after the shape was taken
-    with learner.differentiable():
-        la = KronLaplace(model).fit([(x, y)])
-        (slope,) = torch.autograd.grad(la.log_marginal_likelihood(), basis.inverse_lengthscale)
-    learner.step(la, {name: slope / la.n_data if "s_conv" in name else torch.zeros(()) for name in learner.tensors()})
-    expected = math.log(0.4) + 1e-2 * float(slope) * 0.4 / la.n_data
-    assert math.log(float(basis.inverse_lengthscale)) == pytest.approx(expected, abs=1e-6)
-
-
 def test_the_last_evaluation_moves_nothing_and_is_returned():
     model = network()
     seen = []
@@ -183,28 +159,6 @@ def test_with_the_weights_held_the_shape_climbs_the_evidence():
     assert margliks[-1] < without[-1] - 0.5  # nats of all data
 
 
-@pytest.mark.parametrize("learn", [BOTH, ("lengthscales",)])
-def test_resume_gives_the_numbers_of_an_uninterrupted_run(tmp_path, learn):
-    class Stop(Exception):
-        pass
-
-    def stop(evaluation):
-        if evaluation.epoch == 6:
-            raise Stop
-
-    whole = network()
-    la, _, margliks, losses = run(whole, learn, n_epochs=8)
-    with pytest.raises(Stop):
-        run(network(), learn, n_epochs=8, checkpoint=tmp_path / "c.pt", on_evaluation=stop)
-    resumed = network()
-    la_2, _, margliks_2, losses_2 = run(resumed, learn, n_epochs=8, checkpoint=tmp_path / "c.pt")
-    assert margliks == margliks_2 and losses == losses_2
-    assert all(torch.equal(b, shape(resumed)[n]) for n, b in shape(whole).items())
-    assert torch.equal(la.log_marginal_likelihood(), la_2.log_marginal_likelihood())
-    with pytest.raises(ValueError, match="learn"):
-        run(network(), (), n_epochs=8, checkpoint=tmp_path / "c.pt")
-
-
 def test_where_position_does_not_matter_the_factored_path_becomes_constant():
     """The label is whether one pixel, anywhere, is bright: only a weight that is alike everywhere sees it. The
     evidence leads there, and is better there than at the start's lengthscale."""
@@ -235,16 +189,6 @@ def test_where_position_does_not_matter_the_factored_path_becomes_constant():
     omega, evidence = learned(["lengthscales"])
     _, fixed = learned([])
     assert omega < 0.2 and evidence < fixed - 0.05
-
-
-def test_what_is_learned_is_kept_as_plain_strings():
-    class Kind(str, enum.Enum):
-        ANCHORS = "anchors"
-        LENGTHSCALES = "lengthscales"
-
-    learn = learners_of([Kind.LENGTHSCALES, Kind.ANCHORS], network(), {word: {"lr": 0.1} for word in BOTH})
-    names = [learner.name for learner in learn]
-    assert names == ["anchors", "lengthscales"] and {type(name) for name in names} == {str}
 
 
 def test_learn_must_list_what_there_is():

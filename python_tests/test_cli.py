@@ -22,22 +22,7 @@ from python_tests.forked import Child
 from python_tests.reports import rows as made
 
 CODE = "import sys; from ella_cuda_command import main; sys.exit(main())"
-SMALL = [
-    "--width",
-    "1",
-    "--epochs",
-    "2",
-    "--burn-in",
-    "0",
-    "--frequency",
-    "1",
-    "--hypersteps",
-    "2",
-    "--train-size",
-    "40",
-    "--test-size",
-    "40",
-]
+SMALL = "--width 1 --epochs 2 --burn-in 0 --frequency 1 --hypersteps 2 --train-size 40 --test-size 40"
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -83,7 +68,7 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def test_train_then_inspect_then_resume(tmp_path, monkeypatch, capsys):
-    done = run("train", "--task", "digit", "--layer", "conv", *SMALL, "--seed", "0", "1", cwd=tmp_path)
+    done = run("train", "--task", "digit", "--layer", "conv", *SMALL.split(), "--seed", "0", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (folder,) = (tmp_path / "runs").iterdir()
@@ -154,7 +139,7 @@ def wait_for(path: Path, process: Child) -> None:
 
 @pytest.mark.slow
 def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, capsys, forks):
-    options = ["train", "--task", "digit", "--layer", "conv", *SMALL, "--epochs", "4"]
+    options = ["train", "--task", "digit", "--layer", "conv", *SMALL.split(), "--epochs", "4"]
     run_here(*options, "--out", str(tmp_path / "whole"))
     started = forks.start([*options, "--out", "killed"], tmp_path)
     second = tmp_path / "killed" / "digits-digit-conv-evidence-seed0"
@@ -180,7 +165,20 @@ def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, caps
 
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path, forks):
-    options = ["train", "--task", "digit", "--layer", "conv", *SMALL, "--epochs", "1000", "--jobs", "2", "--out", "dir"]
+    options = [
+        "train",
+        "--task",
+        "digit",
+        "--layer",
+        "conv",
+        *SMALL.split(),
+        "--epochs",
+        "1000",
+        "--jobs",
+        "2",
+        "--out",
+        "dir",
+    ]
     started = forks.start(options, tmp_path)
     wait_for(tmp_path / "dir" / "digits-digit-conv-map-seed0" / "checkpoint.pt", started)
     started.send_signal(signal.SIGINT)
@@ -298,7 +296,19 @@ def test_a_defect_is_named_by_its_type(tmp_path, monkeypatch, capsys):
 
 def test_a_full_disk_fails_and_keeps_the_finished_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    options = ["--task", "digit", "--layer", "conv", "--objective", "map", *SMALL, "--epochs", "1", "--out", "dir"]
+    options = [
+        "--task",
+        "digit",
+        "--layer",
+        "conv",
+        "--objective",
+        "map",
+        *SMALL.split(),
+        "--epochs",
+        "1",
+        "--out",
+        "dir",
+    ]
     assert cli.main(["train", *options]) == 0
     capsys.readouterr()
     before = (tmp_path / "dir" / "summary.json").read_text()

@@ -98,21 +98,10 @@ def test_a_file_in_the_place_of_the_results_is_said(tmp_path, monkeypatch, capsy
 def test_two_that_go_on_with_one_folder(tmp_path, monkeypatch, capsys, forks):
     """The second ends at once and says who is first, inspect shows the folder, a killed first leaves its place, and nothing is lost."""
     monkeypatch.setattr("ella_cuda.claim.PATIENCE", 0.2)
-    options = [
-        "--task",
-        "digit",
-        "--layer",
-        "conv",
-        "--objective",
-        "map",
-        "--width",
-        "1",
-        "--train-size",
-        "40",
-        "--test-size",
-        "40",
-    ]
-    options += ["--burn-in", "0", "--frequency", "1", "--hypersteps", "2", "--epochs", "30", "--jobs", "1"]
+    words = (
+        "--task digit --layer conv --objective map --width 1 --train-size 40 --test-size 40 --burn-in 0 --frequency 1"
+    )
+    options = [*words.split(), "--hypersteps", "2", "--epochs", "30", "--jobs", "1"]
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "dir"
     first = forks.start(["train", *options, "--out", "dir"], tmp_path)
@@ -175,7 +164,7 @@ def test_a_failed_run_leaves_no_claim_and_no_temporary_file(tmp_path, monkeypatc
 
 def test_runs_go_on_with_other_threads_and_say_so(tmp_path, monkeypatch):
     """S-FC's learning rates follow from solves: here they come out otherwise in the ninth digit, as they do with other threads."""
-    config = small("s_fc", "evidence", fan_in_limit=8)
+    config = small("s_fc", fan_in_limit=8)
     threads = torch.get_num_threads()
     reach = experiments.optimizer._reach
     try:
@@ -241,32 +230,33 @@ def edit(path: Path, change) -> None:
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("change", [{"batch_size": 32}, {"seed": 3}, {"augment": "flips-shifts"}, {"data_seed": 5}])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda c: c["runs"][0].update(batch_size=32), "edited, or is of another version: its digest does not fit"),
+        (
+            lambda c: c["runs"][0].update(augment="flips-shifts"),
+            "edited, or is of another version: its digest does not fit",
+        ),
+        (
+            lambda c: (c["runs"][0].update(lr=0.5), c.pop("digest")),
+            "edited, or is of another version: its digest is gone",
+        ),
+    ],
+)
 @pytest.mark.parametrize("done", [False, True])
-def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, change, done):
+def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, change, why, done):
     config = small(epochs=1 if done else 3)
     if done:
         run_grid([config], tmp_path / "dir", progress=False)
     else:
         begun(config, tmp_path / "dir", monkeypatch)
-    edit(tmp_path / "dir" / "config.json", lambda c: c["runs"][0].update(change))
+    edit(tmp_path / "dir" / "config.json", change)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()}
     assert cli.main(["train", "--resume", str(tmp_path / "dir")]) == 2
     err = capsys.readouterr().err
-    assert "config.json was edited" in err and "its digest does not fit. Undo the edit" in err and err.count("\n") == 1
+    assert f"config.json was {why}. Undo the edit" in err and err.count("\n") == 1
     assert {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()} == before
-
-
-@pytest.mark.parametrize("done", [False, True])
-def test_a_configuration_without_its_digest_is_refused(tmp_path, monkeypatch, capsys, done):
-    config = small(epochs=1 if done else 3)
-    if done:
-        run_grid([config], tmp_path, progress=False)
-    else:
-        begun(config, tmp_path, monkeypatch)
-    edit(tmp_path / "config.json", lambda c: (c["runs"][0].update(lr=0.5), c.pop("digest")))
-    assert cli.main(["train", "--resume", str(tmp_path)]) == 2
-    assert "config.json was edited, or is of another version: its digest is gone. Undo" in capsys.readouterr().err
 
 
 def test_what_another_run_left_is_refused_and_a_diary_that_is_gone_warns(tmp_path, monkeypatch):
@@ -417,23 +407,16 @@ WHOLE_OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [2**31, 2**63, 2**64, 10**40])
-@pytest.mark.parametrize("option", WHOLE_OPTIONS)
-def test_numbers_without_measure_are_wrong_usage(tmp_path, monkeypatch, capsys, option, value):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", f"--{option}", str(value)]) == 2
-    err = capsys.readouterr().err
-    assert f"--{option}" in err and str(value) in err and err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("value", [2**31, 10**400])
-@pytest.mark.parametrize("option", ["width", "epochs", "batch-size"])
-def test_numbers_without_measure_are_wrong_usage_of_tables_too(tmp_path, monkeypatch, capsys, option, value):
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("train", o) for o in WHOLE_OPTIONS] + [("reproduce toy", o) for o in ("width", "epochs", "batch-size")],
+)
+def test_numbers_without_measure_are_wrong_usage(tmp_path, monkeypatch, capsys, command, option, value):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "toy", f"--{option}", str(value)]) == 2
+    assert cli.main([*command.split(), f"--{option}", str(value)]) == 2
     err = capsys.readouterr().err
-    assert f"(given: --{option})" in err and err.count("\n") == 1
+    assert f"--{option}" in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -445,7 +428,7 @@ def test_every_whole_number_of_a_run_has_its_bounds(name):
         dataclasses.replace(small(), **{name: -(2**64)})
 
 
-@pytest.mark.parametrize("seed", [2**31, 2**32, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("seed", [2**31, 2**64 - 1])
 def test_large_seeds_are_seeds(tmp_path, seed):
     row = run_one(small(epochs=1, seed=seed, data_seed=seed), tmp_path, progress=False)
     assert row["seed"] == seed

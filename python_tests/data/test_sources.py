@@ -70,24 +70,18 @@ def test_idx_data_sets_from_every_folder(tmp_path, name, folder, compress):
     assert data.test_ids.tolist() == list(range(12, 17))
 
 
-def test_images_and_labels_must_be_equally_many(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "array", "words"),
+    [
+        ("t10k-labels-idx1-ubyte", np.zeros(6), r"5 images and .* 6 labels"),
+        ("train-labels-idx1-ubyte", np.full(12, 10), r"train_labels must lie in 0\.\.9"),
+        ("train-images-idx3-ubyte", np.zeros(12), r"train-images-idx3-ubyte.gz must have 3 dimension"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tmp_path, file, array, words):
     write_mnist(tmp_path)
-    write_idx(tmp_path / "t10k-labels-idx1-ubyte", np.zeros(6), compress=True)
-    with pytest.raises(ValueError, match=r"5 images and .* 6 labels"):
-        load("mnist", tmp_path)
-
-
-def test_labels_outside_the_classes_are_refused(tmp_path):
-    write_mnist(tmp_path)
-    write_idx(tmp_path / "train-labels-idx1-ubyte", np.full(12, 10), compress=True)
-    with pytest.raises(ValueError, match=r"train_labels must lie in 0\.\.9"):
-        load("mnist", tmp_path)
-
-
-def test_images_of_one_dimension_are_refused(tmp_path):
-    write_mnist(tmp_path)
-    write_idx(tmp_path / "train-images-idx3-ubyte", np.zeros(12), compress=True)
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz must have 3 dimension"):
+    write_idx(tmp_path / file, array, compress=True)
+    with pytest.raises(ValueError, match=words):
         load("mnist", tmp_path)
 
 
@@ -172,15 +166,11 @@ def test_digits_are_scikit_learns(tmp_path):
     assert torch.cat([data.train_labels, data.test_labels]).tolist() == bunch.target[ids].tolist()
 
 
-def test_the_digits_split_keeps_classes_in_proportion():
+def test_the_digits_split_keeps_classes_in_proportion_and_never_changes():
+    """Published numbers belong to this split."""
     data = load("digits")
     test, everything = data.test_labels.bincount(), torch.cat([data.train_labels, data.test_labels]).bincount()
     assert ((test - everything * 360 / 1797).abs() < 1.5).all()
-
-
-def test_the_digits_split_never_changes():
-    """Published numbers belong to this split."""
-    data = load("digits")
     assert data.test_ids[:8].tolist() == DIGITS_TEST_BEGINNING
     assert int(data.test_ids.sum()) == DIGITS_TEST_SUM
 
@@ -294,7 +284,7 @@ for protocol in (0, 2, 5):
     rng = random.Random(protocol)
     refused = 0
     head = [i for i in range(len(whole)) if i < 300 or i > len(whole) - 300]
-    for _ in range(600):
+    for _ in range(300):
         raw = bytearray(whole)
         raw[rng.choice(head)] = rng.randrange(256)
         try:
@@ -302,7 +292,7 @@ for protocol in (0, 2, 5):
         except ValueError as error:
             assert "the file" in str(error)
             refused += 1
-    assert refused > 150, refused
+    assert refused > 75, refused
 print("survived")
 """
 
@@ -359,8 +349,7 @@ def test_a_file_cannot_change_what_reads_it():
         parse_cifar_batch(payload, "it", b"labels")
 
 
-@pytest.mark.parametrize("prefix", ["", "./"])
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+@pytest.mark.parametrize(("name", "prefix"), [("cifar10", ""), ("cifar100", "./")])
 def test_an_archive_is_its_folder_and_is_not_unpacked(tmp_path, name, prefix):
     write_cifar(tmp_path, name == "cifar100", 2)
     unpacked = load(name, tmp_path)
@@ -585,8 +574,3 @@ def test_download_goes_through_torchvision_into_its_layout(tmp_path, monkeypatch
     assert len(load("mnist", tmp_path, download=True).train_images) == 12
     assert len(load("mnist", tmp_path, download=True).train_images) == 12
     assert asked == ["MNIST"]  # what is there is not fetched again
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"digits, mnist, fashion-mnist, cifar10, cifar100, got 'svhn'"):
-        load("svhn")

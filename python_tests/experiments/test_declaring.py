@@ -18,22 +18,7 @@ from ella_cuda.experiments.folder import read_grid
 from ella_cuda.training.checkpoint import read_checkpoint
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
-TINY = [
-    "--task",
-    "digit",
-    "--layer",
-    "conv",
-    "--objective",
-    "map",
-    "--epochs",
-    "1",
-    "--width",
-    "1",
-    "--train-size",
-    "20",
-    "--test-size",
-    "20",
-]
+TINY = "--task digit --layer conv --objective map --epochs 1 --width 1 --train-size 20 --test-size 20"
 
 
 @pytest.fixture
@@ -87,7 +72,7 @@ def test_its_default_by_data_set_and_its_place_in_the_name_follow(extended, aske
 
 
 def test_its_record_and_checkpoint_follow(extended, tmp_path, capsys):
-    assert cli.main(["train", *TINY, "--label-smoothing", "0.2", "--jobs", "1", "--out", str(tmp_path)]) == 0
+    assert cli.main(["train", *TINY.split(), "--label-smoothing", "0.2", "--jobs", "1", "--out", str(tmp_path)]) == 0
     stored = json.loads((tmp_path / "config.json").read_text())
     ((run,), (row,)) = stored["runs"], json.loads((tmp_path / "summary.json").read_text())
     assert run["label_smoothing"] == stored["options"]["label_smoothing"] == row["label_smoothing"] == 0.2

@@ -191,23 +191,7 @@ def test_words_in_any_order_are_one_run():
     assert dataclasses.replace(small(ood="mnist"), **dataclasses.asdict(EvaluationConfig())) == small()
 
 
-TINY = [
-    "train",
-    "--layer",
-    "conv",
-    "--objective",
-    "map",
-    "--task",
-    "plain",
-    "--epochs",
-    "1",
-    "--train-size",
-    "20",
-    "--test-size",
-    "40",
-    "--jobs",
-    "1",
-]
+TINY = "train --layer conv --objective map --task plain --epochs 1 --train-size 20 --test-size 40 --jobs 1"
 
 
 def test_other_data_that_do_not_fit_are_refused_before_anything_is_written(data_dir, tmp_path, monkeypatch, capsys):
@@ -218,14 +202,14 @@ def test_other_data_that_do_not_fit_are_refused_before_anything_is_written(data_
     ):
         where = str(data_dir if name == "cifar10" else tmp_path)
         for out in ([], ["--out", "there"]):
-            assert cli.main([*TINY, "--ood", name, "--data-dir", where, *out]) == code
+            assert cli.main([*TINY.split(), "--ood", name, "--data-dir", where, *out]) == code
             assert words in capsys.readouterr().err
-    assert cli.main([*TINY, "--ood", "letters"]) == 2 and "(given: --ood)" in capsys.readouterr().err
+    assert cli.main([*TINY.split(), "--ood", "letters"]) == 2 and "(given: --ood)" in capsys.readouterr().err
     assert cli.main(["train", "--task", "quadrant", "--ood", "rotated"]) == 2
     tasks = "plain or digit or rotated or rotated-90 or translated or translated-8of14 or scaled"
     assert f"do not say where things are: --task {tasks}." in capsys.readouterr().err
     assert (
-        cli.main([*TINY, "--ood-size", "5"]) == 2
+        cli.main([*TINY.split(), "--ood-size", "5"]) == 2
         and "--ood-size is of the data that --ood names" in capsys.readouterr().err
     )
     assert not [*tmp_path.iterdir()]
@@ -233,7 +217,7 @@ def test_other_data_that_do_not_fit_are_refused_before_anything_is_written(data_
 
 def test_the_command_asks_and_its_files_answer(data_dir, tmp_path, capsys):
     folder = tmp_path / "out"
-    args = [*TINY, "--width", "1", "--ood", "rotated", "mnist", "--ood-size", "10", "--data-dir", str(data_dir)]
+    args = [*TINY.split(), "--width", "1", "--ood", "rotated", "mnist", "--ood-size", "10", "--data-dir", str(data_dir)]
     assert cli.main([*args, "--out", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "AUROC of mnist, maximum probability, predictive" in shown and "ECE, predictive" in shown

@@ -100,12 +100,6 @@ def test_images_of_16_bits(simulator: Simulator, geometry: int, dtype: torch.dty
         assert torch.equal(got, got.T)
 
 
-@pytest.mark.parametrize("size", [(0, 5), (4, 0)])
-def test_images_without_pixels(simulator: Simulator, size: tuple[int, int]) -> None:
-    start, x = problem(((3, 2, *size), (3, 3)), torch.float32)
-    assert torch.equal(accumulated(simulator, start, x, (3, 3), (1, 1), (2, 2), (1, 1), False, 1.0), start)
-
-
 def test_images_whose_rows_lie_far_apart(simulator: Simulator) -> None:
     """Farther than distances are counted: they are copied."""
     start, x = problem(((3, 2, 4, 5), (3, 3)), torch.float32)
@@ -119,24 +113,6 @@ def test_images_whose_rows_lie_far_apart(simulator: Simulator) -> None:
         assert_accurate(got, exact(start.double(), x.double(), *call[1:]), exact(start, x, *call[1:]))
     accumulated(simulator, start, x, *call[1:])
     assert not any("pad_kernel" in launch.kernel for launch in simulator.launches())
-
-
-def test_rows_shared_out_over_blocks(simulator: Simulator) -> None:
-    geometry = ((9, 1, 13, 11), (3, 3), (1, 1), (1, 1), (1, 1))
-    start, x = problem(geometry, torch.float32)
-    call = (x, *geometry[1:], True, 1.0)
-    results = []
-    for order in ("forward", "reverse", "random"):
-        with simulator.scheduled(threads=order, blocks=order, multiprocessors=64):
-            results.append(accumulated(simulator, start, *call))
-    assert all(torch.equal(results[0], other) for other in results[1:])
-    assert_accurate(results[0], exact(start.double(), x.double(), *call[1:]), exact(start, x, *call[1:]))
-
-
-def test_no_images(simulator: Simulator) -> None:
-    start, _ = problem(GEOMETRIES[0], torch.float64)
-    x = torch.zeros(0, 3, 5, 4, dtype=torch.float64)
-    assert torch.equal(accumulated(simulator, start, x, *GEOMETRIES[0][1:], True, 1.0), start)
 
 
 def test_bad_arguments_are_refused(simulator: Simulator) -> None:

@@ -48,32 +48,29 @@ def derivatives(lam: Tensor, m: Tensor, p: Tensor, *v: Tensor) -> tuple[tuple[Te
     return tuple(g.detach() for g in gradient), torch.autograd.grad(along, leaves)
 
 
+def check(simulator: Simulator, given: tuple[Tensor, ...]) -> None:
+    lam, m, p, *v = given
+    ops = simulator.ops
+    calls = (
+        lambda: ops.kron_logdet(lam, m, p),
+        lambda: ops.kron_logdet_gradient(lam, m, p),
+        lambda: ops.kron_logdet_hvp(lam, m, p, *v),
+    )
+    wanted = ((exact(lam.double(), m.double(), p.double()),), *derivatives(*given))
+    for call, values in zip(calls, wanted, strict=True):
+        for result, expected in zip(in_every_order(simulator, call), values, strict=True):
+            assert_accurate(result, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_value_and_derivatives(simulator: Simulator, size: tuple, dtype: torch.dtype) -> None:
-    lam, m, p, *v = arguments(size, dtype)
-    (value,) = in_every_order(simulator, lambda: simulator.ops.kron_logdet(lam, m, p))
-    assert_accurate(value, exact(lam.double(), m.double(), p.double()))
-    gradient, product = derivatives(lam, m, p, *v)
-    for result, expected in zip(
-        in_every_order(simulator, lambda: simulator.ops.kron_logdet_gradient(lam, m, p)), gradient, strict=True
-    ):
-        assert_accurate(result, expected)
-    for result, expected in zip(
-        in_every_order(simulator, lambda: simulator.ops.kron_logdet_hvp(lam, m, p, *v)), product, strict=True
-    ):
-        assert_accurate(result, expected)
+    check(simulator, arguments(size, dtype))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_layouts(simulator: Simulator, layout: str) -> None:
-    lam, m, p, *v = arguments((3, 5, 7, False), torch.float64, layout)
-    assert_accurate(simulator.ops.kron_logdet(lam, m, p), exact(lam, m, p))
-    gradient, product = derivatives(lam, m, p, *v)
-    for result, expected in zip(simulator.ops.kron_logdet_gradient(lam, m, p), gradient, strict=True):
-        assert_accurate(result, expected)
-    for result, expected in zip(simulator.ops.kron_logdet_hvp(lam, m, p, *v), product, strict=True):
-        assert_accurate(result, expected)
+    check(simulator, arguments((3, 5, 7, False), torch.float64, layout))
 
 
 def test_extreme_terms(simulator: Simulator) -> None:

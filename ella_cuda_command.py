@@ -11,11 +11,10 @@ import errno
 import io
 import math
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -24,18 +23,11 @@ from typing import Any, TextIO
 # that waits for one which shares its core with another process keeps that one from moving to the waiting thread's core.
 SPIN_ALONE = 10_000  # as fast as the default, and ends within a time slice
 SPIN_BESIDE_OTHERS = 0
-# What says that the user has chosen already, but for what says nothing of threads, which scikit-learn sets too.
-CHOICES, OTHERS = (
-    ("OMP_", "GOMP_", "KMP_", "MKL_NUM_THREADS", "MKL_DYNAMIC"),
-    ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
-)
-THREADS = re.compile(r"\+?0*[1-9]\d*(\s*,\s*\+?0*[1-9]\d*)*")  # what OpenMP takes: one number for each level of nesting
+CHOICES = ("OMP_", "GOMP_", "KMP_", "MKL_NUM_THREADS", "MKL_DYNAMIC")  # variables by which users choose
+OTHERS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")  # say nothing of threads; scikit-learn sets them too
 NOTE = "ELLA_CUDA_THREADS"  # the environment variable that says what was chosen and why, for `info` and the folder of a run
 SAMPLE = 0.15  # seconds
 BUSY = 0.3  # cores; less is what any system does by itself
-PATIENCE = 3.0  # seconds that an interruption waits for an import to end
-AGAIN = 0.1  # seconds after which an interruption that got lost comes again
-TIMERS = hasattr(signal, "setitimer")
 
 
 def main() -> int:
@@ -64,11 +56,7 @@ def choose_threads(environ: Mapping[str, str] = os.environ, root: Path = Path("/
     if NOTE in environ or not sys.platform.startswith("linux"):
         return {}
     if set_by_user := sorted(n for n in environ if n.startswith(CHOICES) and n not in OTHERS and environ[n].strip()):
-        note = f"by the environment: {', '.join(f'{n}={environ[n]}' for n in set_by_user)}"
-        threads = environ.get("OMP_NUM_THREADS", "").strip()
-        if threads and not THREADS.fullmatch(threads):
-            note += "; OMP_NUM_THREADS is not a number of threads, and OpenMP ignores it"
-        return {NOTE: note}
+        return {NOTE: f"by the environment: {', '.join(f'{n}={environ[n]}' for n in set_by_user)}"}
     allowed = os.sched_getaffinity(0)
     quota = _quota(root)
     cores = min(len(allowed), quota)
@@ -106,31 +94,17 @@ def _busy_cores(root: Path, allowed: set[int]) -> float:
 
 
 def _quota(root: Path) -> float:
-    """How many cores' time the control groups of this process may use; infinite without a limit."""
-    quota = math.inf
+    """How many cores' time the control groups (version 2) of this process may use; infinite without a limit."""
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
-        return quota
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / controllers
-        group = top / path.strip("/")
-        for folder in (group, *group.parents):  # in a container its own group may be the top
-            with contextlib.suppress(OSError, ValueError):
-                if controllers:
-                    numbers = [
-                        (folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period")
-                    ]
-                else:
-                    numbers = (folder / "cpu.max").read_text(encoding="ascii").split()
-                limit, period = map(float, numbers)  # without a limit: "max", or -1
-                if limit > 0 and period > 0:
-                    quota = min(quota, limit / period)
-            if folder == top:
-                break
+        return math.inf
+    top, quota = root / "sys/fs/cgroup", math.inf
+    for path in (line.removeprefix("0::/") for line in groups if line.startswith("0::/")):
+        for folder in (top / path, *(top / path).parents):  # in a container its own group may be the top
+            with contextlib.suppress(OSError, ValueError):  # without a limit: "max"
+                limit, period = map(float, (folder / "cpu.max").read_text(encoding="ascii").split())
+                quota = min(quota, limit / period)
     return quota
 
 
@@ -138,9 +112,6 @@ class Stop:
     """Signals that end the command: the first as an interruption that can be tidied up after, a second at once.
 
     Until :attr:`cleanly` is set there is nothing to tidy up, and the first ends the command at once too.
-
-    An interruption waits until an import has ended, at most :data:`PATIENCE`: in the middle of one it may come out as anything. Where it
-    gets lost, in what catches everything or in a destructor, it comes again.
 
     Attributes:
         cleanly: whether the first signal is an interruption.
@@ -151,77 +122,20 @@ class Stop:
     def __init__(self) -> None:
         self.cleanly = self.came = False
         self.code = 128 + signal.SIGINT
-        self._patient_until = math.inf
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             # Ignored signals stay ignored: of a shell's background jobs, or under nohup.
             if number is not None and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, self._received)
 
-    def end(self) -> None:
-        """Have no interruption come from here on, nor come again: the command has ended."""
-        self.cleanly = False
-        if TIMERS and self.came:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def _received(self, number: int, frame: FrameType | None) -> None:
+    def _received(self, number: int, _: FrameType | None) -> None:
         self.code = 128 + number
         if self.came or not self.cleanly:
             with contextlib.suppress(OSError):
                 os.write(2, b"ella-cuda: interrupted\n")
             os._exit(self.code)
         self.came = True
-        self._patient_until = time.monotonic() + PATIENCE
-        sys.unraisablehook = _quiet_hook(sys.unraisablehook)
-        sys.excepthook = _quiet_hook(sys.excepthook)
-        if TIMERS:
-            signal.signal(signal.SIGALRM, self._interrupt)
-        self._interrupt(number, frame)
-
-    def _interrupt(self, _: int, frame: FrameType | None) -> None:
-        """Raise the interruption, unless it is on its way, and look again later whether it has arrived."""
-        if not self.cleanly:
-            return
-        if TIMERS:
-            # Again and again: one that comes just before a call blocks is handled once the call has ended.
-            signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)
-            if _on_its_way(sys.exc_info()[1]) or (_imports(frame) and time.monotonic() < self._patient_until):
-                return
         raise KeyboardInterrupt
-
-
-def _on_its_way(error: BaseException | None) -> bool:
-    """Whether an exception that is being handled is an interruption, or came of one."""
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        error = waiting.pop()
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        if error is not None and id(error) not in seen:
-            seen.add(id(error))
-            waiting += (error.__cause__, error.__context__)
-    return False
-
-
-def _imports(frame: FrameType | None) -> bool:
-    """Whether a frame is within an import."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _quiet_hook(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that shows exceptions which are lost, but for interruptions: those come again."""
-
-    def show(*lost: Any) -> None:
-        kind = lost[0] if isinstance(lost[0], type) else lost[0].exc_type  # excepthook's, or unraisablehook's
-        if not issubclass(kind, KeyboardInterrupt):
-            hook(*lost)
-
-    return show
 
 
 def open_closed_streams() -> None:

@@ -41,8 +41,7 @@ def saved(thing: Any) -> Any:
 WAYS = {
     "copy.copy": copy.copy,
     "copy.deepcopy": copy.deepcopy,
-    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
-    "torch.save": saved,
+    "torch.save, which pickles": saved,
 }
 
 

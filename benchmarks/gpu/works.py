@@ -4,7 +4,8 @@ mathematics needs at the least: operations, the same for every candidate, and by
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from benchmarks.bench_kron_variance import SHAPES as VARIANCE_SHAPES
 from benchmarks.bench_kron_variance import rank_one
 from benchmarks.compiling import compiled
 from ella_cuda import ops
+from ella_cuda.ops.symmetric_eigenvalues import symmetric_eigenvalues
 
 OURS, TF32, COMPILED = "ella_cuda", ", TF32", "torch.compile of "
 Function = Callable[..., Any]
@@ -41,6 +43,7 @@ class Work:
         wide: the arithmetic is float64's.
         reduced: the inputs are bfloat16, whose products tensor cores sum in float32.
         long: candidates of hundreds of kernels a call, whose graphs hold the fewest calls.
+        eager: waits for the device, so that no graph can record it.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Work:
     wide: bool = False
     reduced: bool = False
     long: frozenset[str] = frozenset()
+    eager: bool = False
 
 
 def normal(*sizes: tuple[int, ...]) -> Callable[[torch.device], tuple[Tensor, ...]]:
@@ -100,61 +104,26 @@ def factored(batch: int, stage: int, alpha: int = 10) -> list[Work]:
     ]
 
 
-def baddbmm(factor: Tensor, rows: Tensor) -> Tensor:
+def baddbmm(factor: Tensor, rows: Tensor, **options: Any) -> Tensor:
     rows = rows.transpose(0, 1)
-    return torch.baddbmm(factor, rows.mT, rows, out=factor)
-
-
-def add_einsum(factor: Tensor, rows: Tensor) -> Tensor:
-    return factor.add_(torch.einsum("ngi,ngj->gij", rows, rows))
+    return torch.baddbmm(factor, rows.mT, rows, out=factor, **options)
 
 
 def accumulate(n: int, g: int, d: int) -> Work:
     return Work(
         f"kron_accumulate_, {n} rows, {g} blocks of {d}",
         lambda device: (torch.zeros(g, d, d, device=device), torch.randn(n, g, d, device=device)),
-        peers(ella_cuda=ops.kron_accumulate_, baddbmm=baddbmm) | {"einsum": add_einsum},
+        peers(ella_cuda=ops.kron_accumulate_, baddbmm=baddbmm)
+        | {"einsum": lambda factor, rows: factor.add_(torch.einsum("ngi,ngj->gij", rows, rows))},
         lambda factor, rows: factor + torch.einsum("ngi,ngj->gij", rows, rows),
         n * g * d * (d + 1),
         4 * (n * g * d + 2 * g * d * d),
     )
 
 
-def baddbmm_into_float32(factor: Tensor, rows: Tensor) -> Tensor:
-    """Of 16-bit rows, summed in float32; the CPU has no such product."""
-    rows = rows.transpose(0, 1)
-    return torch.baddbmm(factor, rows.mT, rows, out_dtype=torch.float32, out=factor)
-
-
-def accumulate_reduced(n: int, g: int, d: int, rehearse: bool) -> Work:
-    full = accumulate(n, g, d)
-
-    def make(device: torch.device) -> tuple[Tensor, ...]:
-        factor, rows = full.make(device)
-        return factor, rows.bfloat16()
-
-    functions = peers(
-        ella_cuda=ops.kron_accumulate_, float32_copy_and_baddbmm=lambda factor, rows: baddbmm(factor, rows.float())
-    )
-    if not rehearse:
-        functions["baddbmm into float32"] = baddbmm_into_float32
-    bytes_ = 2 * n * g * d + 8 * g * d * d
-    return Work(f"bfloat16 {full.name}", make, functions, full.exact, full.flops, bytes_, reduced=True)
-
-
-def patches_of(x: Tensor) -> Tensor:
-    return F.unfold(F.pad(x, (1, 1, 1, 1), mode="circular"), 3).transpose(1, 2).flatten(0, 1)
-
-
-def unfolded(factor: Tensor, x: Tensor) -> Tensor:
-    patches = patches_of(x)
-    return torch.addmm(factor, patches.T, patches, out=factor)
-
-
-def unfolded_into_float32(factor: Tensor, x: Tensor) -> Tensor:
-    """Of 16-bit images, summed in float32; the CPU has no such product."""
-    patches = patches_of(x)
-    return torch.addmm(factor, patches.T, patches, out_dtype=torch.float32, out=factor)
+def unfold_and_addmm(factor: Tensor, x: Tensor, **options: Any) -> Tensor:
+    patches = F.unfold(F.pad(x, (1, 1, 1, 1), mode="circular"), 3).transpose(1, 2).flatten(0, 1)
+    return torch.addmm(factor, patches.T, patches, out=factor, **options)
 
 
 def accumulate_patches(batch: int, stage: int) -> Work:
@@ -163,26 +132,27 @@ def accumulate_patches(batch: int, stage: int) -> Work:
     return Work(
         f"conv_kron_accumulate_, stage {stage}",
         lambda device: (torch.zeros(9 * C, 9 * C, device=device), torch.randn(batch, C, side, side, device=device)),
-        peers(ella_cuda=lambda factor, x: ops.conv_kron_accumulate_(factor, x, 3), unfold_and_addmm=unfolded),
+        peers(ella_cuda=lambda factor, x: ops.conv_kron_accumulate_(factor, x, 3), unfold_and_addmm=unfold_and_addmm),
         lambda factor, x: ops.conv_kron_accumulate_torch_(factor, x, 3),
         2 * batch * X * min(13, X) * C * C,  # of 25 distances between two pixels of a patch, and symmetry leaves 13
         4 * (batch * C * X + 2 * 81 * C * C),
     )
 
 
-def accumulate_reduced_patches(batch: int, stage: int, rehearse: bool) -> Work:
-    full, (C, _, X, _) = accumulate_patches(batch, stage), stages(10)[stage - 1]
+def in_bfloat16(full: Work, function: Function, rehearse: bool) -> Work:
+    """A sum of bfloat16 rows or images by ours and by that function. The CPU has no product of them into float32."""
 
     def make(device: torch.device) -> tuple[Tensor, ...]:
         factor, x = full.make(device)
         return factor, x.bfloat16()
 
-    functions = {OURS: full.candidates[OURS], "float32 copy, unfold and addmm": lambda f, x: unfolded(f, x.float())}
+    name = function.__name__.replace("_", " ")
+    candidates = {OURS: full.candidates[OURS], f"float32 copy, {name}": lambda f, x: function(f, x.float())}
     if not rehearse:
-        functions["unfold and addmm into float32"] = unfolded_into_float32
-    return Work(
-        f"bfloat16 {full.name}", make, functions, full.exact, full.flops, full.bytes - 2 * batch * C * X, reduced=True
-    )
+        candidates[f"{name} into float32"] = partial(function, out_dtype=torch.float32)
+    saved = 2 * full.make(torch.device("meta"))[1].numel()
+    renamed = {"name": f"bfloat16 {full.name}", "bytes": full.bytes - saved}
+    return replace(full, make=make, candidates=candidates, reduced=True, **renamed)
 
 
 def images(batch: int, stage: int) -> list[Work]:
@@ -291,6 +261,20 @@ def network_evidence(count: int) -> Work:
     )
 
 
+def eigenvalues(count: int, d: int) -> Work:
+    def make(device: torch.device) -> tuple[Tensor, ...]:
+        root = torch.randn(count, d, d, device=device) / d**0.5
+        return (root @ root.mT,)
+
+    candidates = {OURS: lambda blocks: symmetric_eigenvalues([blocks])[0]}
+    candidates |= {
+        "torch": lambda blocks: torch.linalg.eigvalsh(blocks.double()),
+        "torch, float32": torch.linalg.eigvalsh,
+    }
+    name, exact = f"eigenvalues of {count} blocks of {d}", torch.linalg.eigvalsh
+    return Work(name, make, candidates, exact, 4 / 3 * count * d**3, 4 * count * d * d, wide=True, eager=True)
+
+
 def affine_copies(shape: tuple[int, ...]) -> list[Work]:
     n, c, h, w = shape
     size = (n, bench_augment.COPIES, c, h, w)
@@ -348,12 +332,14 @@ def works(rehearse: bool) -> dict[str, Work]:
     blocks = [(5, 2, 8)] if rehearse else sorted(BLOCKS, key=lambda s: -s[0] * s[1] * s[2] ** 2)
     out += [accumulate(*sizes) for sizes in blocks]
     out += [accumulate_patches(batch, stage) for stage in chosen]
-    out += [accumulate_reduced(*sizes, rehearse) for sizes in blocks[::4]]
-    out += [accumulate_reduced_patches(batch, stage, rehearse) for stage in ((7,) if rehearse else (2, 5))]
+    out += [in_bfloat16(accumulate(*sizes), baddbmm, rehearse) for sizes in blocks[::4]]
+    patches = [accumulate_patches(batch, stage) for stage in ((7,) if rehearse else (2, 5))]
+    out += [in_bfloat16(full, unfold_and_addmm, rehearse) for full in patches]
     out += [network_evidence(3 if rehearse else 52)]
     out += [
         block_variance(*sizes) for sizes in ([(2, 2, 1, 2, 3, 4), (2, 2, 3, 1, 3, 4)] if rehearse else VARIANCE_SHAPES)
     ]
+    out += [eigenvalues(*sizes) for sizes in ([(2, 8)] if rehearse else [(8, 1024), (2, 720), (64, 256), (512, 64)])]
     out += [evidence(*sizes) for sizes in ([(2, 4, 3)] if rehearse else LOGDET_SHAPES)]
     out += [work for stage in chosen for work in images(batch, stage)]
     copied = [(2, 1, 5, 6)] if rehearse else [(250, 1, 28, 28), (128, 3, 32, 32), (1000, 1, 28, 28)]

@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None, stop: Stop | None = None) -> int:
             warnings.showwarning = _warner()
             code = int(args.command(args))
         if stop is not None:
-            stop.end()
+            stop.cleanly = False
     except BaseException as error:
         if stop is not None:
-            stop.end()  # before the exception is dealt with: an interruption that got lost would come again
+            stop.cleanly = False
         if isinstance(error, KeyboardInterrupt):
             interruption = error
         elif not (stop is not None and stop.came):  # what came of an interruption says nothing else

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,25 +72,20 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def in_every_order(
-    simulator: Simulator, call: Callable[[], Tensor | Sequence[Tensor]], **device: bool
+    simulator: Simulator, call: Callable[[], Tensor | Sequence[Tensor]], **device: Any
 ) -> tuple[Tensor, ...]:
     """The results of a call, which must be the same to the bit in every order of threads and blocks.
 
     `device`: what launchers are told about it, as :meth:`Simulator.schedule` takes it.
     """
-    results = list(_results(simulator, call, **device))
+    results = []
+    for schedule in SCHEDULES:
+        with simulator.scheduled(**schedule, **device):
+            results.append(tuple_of(call()))
     for other in results[1:]:
         for first, second in zip(results[0], other, strict=True):
             assert same_bits(first, second), "the result depends on the order of threads or blocks"
     return results[0]
-
-
-def _results(
-    simulator: Simulator, call: Callable[[], Tensor | Sequence[Tensor]], **device: bool
-) -> Iterator[tuple[Tensor, ...]]:
-    for schedule in SCHEDULES:
-        with simulator.scheduled(**schedule, **device):
-            yield tuple_of(call())
 
 
 def assert_accurate(got: Tensor, exact: Tensor, same_precision: Tensor | None = None) -> None:

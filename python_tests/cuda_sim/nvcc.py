@@ -1,4 +1,4 @@
-"""Compiles csrc's CUDA sources with nvcc, device code only and with the flags of the build, and disassembles what came out.
+"""Compiles csrc's CUDA sources with nvcc, device code only and with the flags of the build.
 
 One fatbin and one report of ptxas per source, for every architecture that is shipped, kept under a hash of the sources.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,25 +67,11 @@ def find_nvcc() -> tuple[Path | None, str]:
     return (toolkit.root / "bin" / "nvcc" if toolkit else None), reason
 
 
-def find_cuobjdump(nvcc: Path) -> Path | None:
-    """CUOBJDUMP, or the one beside nvcc, on the path, or in the triton package, which comes with torch for CUDA."""
-    named = os.environ.get("CUOBJDUMP") or shutil.which("cuobjdump")
-    candidates = [nvcc.parent / "cuobjdump", *([Path(named)] if named else [])]
-    triton = importlib.util.find_spec("triton")
-    if triton and triton.origin:
-        candidates.append(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def language_flags(optimisation: str = "-O3") -> list[str]:
-    """Those of the build whatever the architecture; `optimisation` is of host code alone."""
-    options = ["-std=c++17", optimisation, build_config().TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr"]
-    return [*options, "-I", str(build.SOURCES), "-I", str(build.TORCH / "include")]
-
-
 def flags(archs: list[str]) -> list[str]:
     """Those of the build for an arch list, and a report of ptxas."""
-    return [*language_flags(), "-Xptxas", "-v", *build_config().gencode_flags(archs)]
+    options = ["-std=c++17", "-O3", build_config().TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr"]
+    options += ["-I", str(build.SOURCES), "-I", str(build.TORCH / "include"), "-Xptxas", "-v"]
+    return [*options, *build_config().gencode_flags(archs)]
 
 
 def compile_source(nvcc: Path, name: str, archs: list[str]) -> Compiled:
@@ -114,29 +98,3 @@ def compile_all(nvcc: Path) -> list[Compiled]:
     archs = build_config().arch_list({})
     with ThreadPoolExecutor(build.jobs()) as pool:
         return list(pool.map(lambda name: compile_source(nvcc, name, archs), build.all_sources()))
-
-
-def disassemble(cuobjdump: Path, fatbin: Path) -> str:
-    """The machine code of a fatbin as text."""
-    return subprocess.run([cuobjdump, "-sass", fatbin], capture_output=True, text=True, check=True).stdout
-
-
-def demangle(names: Iterable[str]) -> dict[str, str]:
-    """Short names without namespaces and arguments: `syrk_kernel<float, 64, StridedRows<float>>`; needs c++filt."""
-    mangled = list(dict.fromkeys(names))
-    listed = subprocess.run(
-        ["c++filt", "-n"], input="\n".join(mangled), capture_output=True, text=True, check=True
-    ).stdout
-    return dict(zip(mangled, map(shorten, listed.splitlines()), strict=True))
-
-
-def shorten(demangled: str) -> str:
-    """The name in a demangled signature, its template arguments kept."""
-    text = re.sub(r"\(anonymous namespace\)::|\b\w+::", "", demangled).replace("> >", ">>")
-    depth = 0
-    for at, letter in enumerate(text):
-        depth += (letter == "<") - (letter == ">")
-        if depth == 0 and letter == "(":
-            text = text[:at]
-            break
-    return text.removeprefix("void ")

@@ -26,15 +26,16 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
 HEADERS = Path(__file__).resolve().parent / "cusim"
 TORCH = Path(torch.__file__).resolve().parent
-FEW_PLACES = "-DELLA_MAX_INDEX_32=3000"  # above them kernels count places in 63 bits
-FEW_PADDED = "-DELLA_MAX_PADDED_ELEMENTS=2000"  # so many of the images with their border are there at a time
-FEW_NUMBERS = "-DELLA_MAX_ELEMENTS=8000"  # so many of other images, or one of them with its border, at the most
-FEW_WIDENED = "-DELLA_MAX_WIDENED_ELEMENTS=300"  # so many of 16-bit numbers are copied to float32 at a time
-FEW_LAG_NUMBERS = (
-    "-DELLA_MAX_LAG_ELEMENTS=20000"  # so many of sums by lags are in the workspace, if blocks are enough then
-)
-FEW_AT_A_TIME = "-DELLA_MAX_INTERMEDIATE=60"  # so many numbers of F-FC's intermediate in float64
-FEW_ACTIVATIONS = "-DELLA_MAX_ACTIVATIONS=6000"  # so many of a bank's activations, or slopes, are written at a time
+# Limits of the sources, so small that shapes of these tests cross them.
+LIMITS = {
+    "INDEX_32": 3000,  # above them kernels count places in 63 bits
+    "PADDED_ELEMENTS": 2000,  # of the images with their border at a time
+    "ELEMENTS": 8000,  # of other images at a time, or one of them with its border
+    "WIDENED_ELEMENTS": 300,  # of 16-bit numbers that are copied to float32 at a time
+    "LAG_ELEMENTS": 20000,  # of sums by lags in the workspace, if blocks are enough then
+    "INTERMEDIATE": 60,  # numbers of F-FC's intermediate in float64 at a time
+    "ACTIVATIONS": 6000,  # of a bank's activations, or slopes, at a time
+}
 FLAGS = [
     "-std=c++17",
     "-g0",
@@ -44,13 +45,7 @@ FLAGS = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",
     "-DELLA_LIBRARY=ella_sim",
     "-DELLA_DISPATCH_KEY=CPU",
-    FEW_PLACES,
-    FEW_PADDED,
-    FEW_NUMBERS,
-    FEW_WIDENED,
-    FEW_LAG_NUMBERS,
-    FEW_AT_A_TIME,
-    FEW_ACTIVATIONS,
+    *(f"-DELLA_MAX_{name}={number}" for name, number in LIMITS.items()),
 ]
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 
@@ -181,12 +176,6 @@ class Simulator:
     def launch_count(self) -> int:
         """Launches since the library was loaded, of one kernel as often as it was launched."""
         count = self._library.cusim_launch_count
-        count.restype = ctypes.c_longlong
-        return count()
-
-    def block_count(self) -> int:
-        """Blocks of all launches since the library was loaded."""
-        count = self._library.cusim_block_count
         count.restype = ctypes.c_longlong
         return count()
 

@@ -90,17 +90,6 @@ def test_one_gradient_alone(simulator: Simulator) -> None:
     assert torch.equal(only_maps, by_maps) and nothing.shape == (0,)
 
 
-@pytest.mark.parametrize("size", [(0, 2, 1, 3, 3), (2, 0, 1, 3, 3), (2, 2, 0, 3, 3), (2, 2, 1, 0, 3)])
-@pytest.mark.parametrize("shared", [False, True])
-def test_empty(simulator: Simulator, size: tuple[int, ...], shared: bool) -> None:
-    grad, x, maps, _ = arguments((*size, shared), torch.float32) if size[0] and size[1] else (
-        torch.zeros(size), torch.zeros(size[0], *size[2:]), torch.zeros(1 if shared else size[0], size[1], 2, 3), None
-    )  # fmt: skip
-    y, by_x, by_maps = run(simulator, grad, x, maps, None)
-    assert y.shape == grad.shape
-    assert torch.equal(by_x, torch.zeros_like(x)) and torch.equal(by_maps, torch.zeros_like(maps))
-
-
 def test_a_map_that_is_not_finite(simulator: Simulator) -> None:
     grad, x, maps, _ = arguments((2, 2, 1, 4, 4, False), torch.float32)
     maps[1, 0, 0, 1] = float("inf")
@@ -114,19 +103,3 @@ def test_a_map_that_is_not_finite(simulator: Simulator) -> None:
         == by_maps.isnan().flatten(2).any(2).tolist()
         == [[False, False], [True, False]]
     )
-
-
-def test_numbers_that_overflow(simulator: Simulator) -> None:
-    x = torch.ones(1, 1, 4, 4)
-    maps = torch.tensor([[[1e38, 0, 0], [0, 1, 0]], [[1, 0, 1e38], [0, 1, 0]], [[1, 0, 0], [3e9, 1, -1e38]]])
-    for result in run(simulator, torch.ones(1, 3, 1, 4, 4), x, maps[None], None):
-        assert torch.equal(result, torch.zeros_like(result))
-
-
-def test_bad_arguments_are_refused(simulator: Simulator) -> None:
-    with pytest.raises(RuntimeError, match="M = N = 2 or M = 1"):
-        simulator.ops.affine_copies(torch.zeros(2, 1, 3, 3), torch.zeros(3, 1, 2, 3), None)
-    with pytest.raises(RuntimeError, match="grad must have shape"):
-        simulator.ops.affine_copies_backward(
-            torch.zeros(2, 1, 1, 3, 3), torch.zeros(2, 1, 3, 3), torch.zeros(2, 2, 2, 3), None, True, True
-        )

@@ -24,7 +24,6 @@ SHAPES = [
     (3, 2, 2, 0),
 ]
 ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "gaussian": 3}
-EMPTY = [(0, 2, 3, 4), (2, 2, 0, 4)]
 
 
 def arguments(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, ...]:
@@ -132,29 +131,8 @@ def test_one_gradient_alone(simulator: Simulator, dtype: torch.dtype) -> None:
             assert torch.equal(part, whole) if want else part.shape == (0,)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", EMPTY)
-def test_empty(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    grad, x, bank, bias = arguments(shape, dtype)
-    y, *grads = run(simulator, grad, x, bank, bias)
-    assert y.shape == grad.shape
-    for g, argument in zip(grads, (x, bank, bias), strict=True):
-        assert torch.equal(g, torch.zeros_like(argument))
-
-
 def test_numbers_that_are_not_finite(simulator: Simulator) -> None:
     x = torch.tensor([[float("nan")], [0.0], [3.0], [-3.0]])
     y, by_x, _, _ = run(simulator, torch.ones(4, 1), x, torch.ones(1, 1, 1), None, "relu")
     assert y[0].isnan() and y[1:].flatten().tolist() == [0, 3, 0]
     assert by_x.flatten().tolist() == [1, 0, 1, 0]
-
-
-def test_bad_arguments_are_refused(simulator: Simulator) -> None:
-    x, bank = torch.zeros(2, 3), torch.zeros(4, 5, 3)
-    with pytest.raises(RuntimeError, match="bank must have at least one transform"):
-        simulator.ops.averaged_filters(x, bank[:0], None, 1, False)
-    with pytest.raises(RuntimeError, match="activation must be from 0 to 3"):
-        simulator.ops.averaged_filters(x, bank, None, 4, False)
-    with pytest.raises(RuntimeError, match="nothing is kept on CUDA"):
-        kept = torch.zeros(4, 5, 8, dtype=torch.uint8)
-        simulator.ops.averaged_filters_backward(torch.zeros(2, 5), x, bank, None, kept, 1, True, True, True)

@@ -116,12 +116,3 @@ def test_extreme_terms(simulator: Simulator) -> None:
     assert_accurate(
         simulator.ops.kron_evidence(*spectra, zero, zero, zero[0])[0], torch.tensor(0.5, dtype=torch.float64).log()
     )
-
-
-def test_bad_arguments_are_refused(simulator: Simulator) -> None:
-    pairs, norms, u, v = network(NETWORKS[1], torch.float64)
-    spectra = tensors(pack_spectra(pairs))
-    with pytest.raises(RuntimeError, match="square_norms must have shape"):
-        simulator.ops.kron_evidence(*spectra, norms[:0], u, v)
-    with pytest.raises(RuntimeError, match="log_ratio must have shape"):
-        simulator.ops.kron_evidence_bend(*spectra, u[:0])

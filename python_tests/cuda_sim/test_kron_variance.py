@@ -71,17 +71,3 @@ def test_of_a_jacobian(simulator: Simulator, layout: str, diagonal: bool) -> Non
     _, _, l, m, p = arguments((2, 6, 1, 2, 18, 5, False), torch.float64)
     jacobian = arrange(torch.randn(6, 2, 2, 18, 5, dtype=torch.float64), layout)
     check(simulator, (jacobian, None, l, m, p), diagonal, torch.float64)
-
-
-def test_what_does_not_fit_is_refused(simulator: Simulator) -> None:
-    outputs, inputs, *rest = arguments((2, 3, 1, 2, 5, 6, False), torch.float32)
-    variance = torch.zeros(2, 3, 3)
-    for words, args in {
-        "outputs must have shape": (variance, outputs[1:], inputs, *rest),
-        "inputs must have the dtype of outputs": (variance, outputs, inputs.double(), *rest),
-        "outputs must have the dtype of variance": (variance, outputs.double(), inputs.double(), *rest),
-        "eigenvalues_in must be float64": (variance, outputs, inputs, rest[0].float(), *rest[1:]),
-        "outputs must not share memory": (variance, variance.flatten()[:1].expand(outputs.shape), inputs, *rest),
-    }.items():
-        with pytest.raises(RuntimeError, match=f"kron_variance_: {words}"):
-            simulator.ops.kron_variance_(*args)

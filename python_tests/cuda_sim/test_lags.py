@@ -52,19 +52,6 @@ def checked(simulator: Simulator, start: Tensor, call, alpha: float) -> None:
     assert torch.equal(got, got.T)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize(("shape", "kernel"), [PROBLEMS[1], PROBLEMS[3], PROBLEMS[8]])
-def test_images_of_16_bits(simulator: Simulator, shape, kernel, dtype: torch.dtype) -> None:
-    """In one copy and in several."""
-    start, (x, *rest) = circular(shape, kernel, torch.float32)
-    call = (x.to(dtype), *rest)
-    with simulator.path(lags="yes"):
-        (got,) = in_every_order(simulator, lambda: accumulated(simulator, start, *call, 0.7))
-    assert any("lag_" in launch.kernel for launch in simulator.launches())
-    expected = exact(start.double(), call[0].double(), *rest, 0.7)
-    assert_accurate(got, expected, exact(start, call[0].float(), *rest, 0.7))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "kernel"), PROBLEMS)
 def test_accumulates(simulator: Simulator, shape, kernel, dtype: torch.dtype) -> None:
@@ -85,17 +72,6 @@ def test_a_float64_factor_loses_nothing_of_short_float32_sums(simulator: Simulat
     with simulator.path(lags="yes"):
         got = accumulated(simulator, start, x, *rest, 0.5)
     assert torch.equal(got, exact(start, x.double(), *rest, 0.5))
-
-
-def test_more_shares_than_a_launch_has(simulator: Simulator) -> None:
-    """Each of one image, for a factor of float64."""
-    start, (_, *rest) = circular((1100, 1, 22, 22), (1, 3), torch.float64)
-    x = torch.randint(101, 128, (1100, 1, 22, 22)).float()
-    before = simulator.launch_count()
-    with simulator.path(lags="yes"):
-        got = accumulated(simulator, start, x, *rest, 1.0)
-    assert simulator.launch_count() - before == 5  # two of sums, two of totals, one of the factor
-    assert torch.equal(got, exact(start, x.double(), *rest, 1.0))
 
 
 def test_the_workspace_of_a_float64_factor_is_bounded(simulator: Simulator) -> None:

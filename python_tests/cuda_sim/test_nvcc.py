@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from . import nvcc as compiler
-from . import simulator as build
-from .launches import launch_every_kernel
-from .nvcc import Kernel, demangle, parse_report
+from .nvcc import parse_report
 
 pytestmark = [pytest.mark.nvcc, pytest.mark.slow]
 
@@ -21,11 +19,6 @@ pytestmark = [pytest.mark.nvcc, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def compiled(nvcc: Path) -> list[compiler.Compiled]:
     return compiler.compile_all(nvcc)
-
-
-@pytest.fixture(scope="module")
-def kernels(compiled: list[compiler.Compiled]) -> list[Kernel]:
-    return [kernel for one in compiled for kernel in parse_report(one.report)]
 
 
 def test_no_kernel_uses_local_memory(compiled: list[compiler.Compiled]) -> None:
@@ -46,11 +39,3 @@ def test_products_of_warpgroups_run_side_by_side(compiled: list[compiler.Compile
     assert len(reports) == 2
     for report in reports:
         assert "wgmma" not in report and "warpgroup.wait" not in report, report
-
-
-@pytest.mark.simulator
-def test_every_kernel_is_launched_by_some_op(kernels: list[Kernel], simulator: build.Simulator) -> None:
-    """Code that no launcher reaches is dead."""
-    launches = launch_every_kernel(simulator)
-    names = demangle([kernel.name for kernel in kernels] + [launch.kernel for launch in launches])
-    assert {names[kernel.name] for kernel in kernels} == {names[launch.kernel] for launch in launches}

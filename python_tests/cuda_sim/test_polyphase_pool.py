@@ -75,20 +75,3 @@ def test_a_component_that_does_not_exist_is_nan(simulator: Simulator) -> None:
     assert bool(selected[1:].isnan().all())
     assert bool(scattered[1:].isnan().all())
     assert not bool(scattered[0].isnan().any())
-
-
-@pytest.mark.parametrize("shape", [(0, 2, 4, 6), (2, 0, 4, 6), (2, 3, 0, 6)])
-def test_empty(simulator: Simulator, shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape)
-    out, index = simulator.ops.polyphase_pool(x, 2.0)
-    assert out.shape == (shape[0], shape[1], shape[2] // 2, shape[3] // 2)
-    assert index.tolist() == [0] * shape[0]
-    assert simulator.ops.polyphase_select(x, index).shape == out.shape
-    assert simulator.ops.polyphase_scatter(out, index).shape == shape
-
-
-def test_bad_arguments_are_refused(simulator: Simulator) -> None:
-    with pytest.raises(RuntimeError, match="even height and width"):
-        simulator.ops.polyphase_pool(torch.zeros(1, 1, 3, 2), 2.0)
-    with pytest.raises(RuntimeError, match="norm must be 1, 2 or inf"):
-        simulator.ops.polyphase_pool(torch.zeros(1, 1, 2, 2), 3.0)

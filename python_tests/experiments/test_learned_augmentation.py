@@ -36,19 +36,8 @@ def undrawn(monkeypatch):
 
 def test_amounts_are_in_rows_tables_pictures_and_inspect(tmp_path, capsys):
     folder = tmp_path / "out"
-    options = [
-        "--task",
-        "rotated",
-        "--layer",
-        "conv",
-        "--objective",
-        "map",
-        "evidence",
-        "--generators",
-        "shear",
-        "rotation",
-    ]
-    assert cli.main(["train", *OPTIONS, *options, "--amount-init", "0.2", "--out", str(folder)]) == 0
+    options = "--task rotated --layer conv --objective map evidence --generators shear rotation"
+    assert cli.main(["train", *OPTIONS, *options.split(), "--amount-init", "0.2", "--out", str(folder)]) == 0
     printed = capsys.readouterr().out
     plain, row = json.loads((folder / "summary.json").read_text())
     assert "augmentation" not in plain and plain["learn"] == ""

@@ -764,7 +764,7 @@ def test_an_interrupted_solution_goes_on(tmp_path: Path, before: bool) -> None:
     assert la.linear_fit.passes < whole / 2 and not path.exists()
 
 
-def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     la, loader = of_classes()
     path = tmp_path / "mode.pt"
 

@@ -11,45 +11,16 @@ from ella_cuda.training import Evaluation
 from python_tests.test_cli import one_line, rows_of, run_here
 
 # Two rows of the toy table at a size for tests: 43 images, 2 epochs, an evidence step after each but the first.
-SMALL = [
-    "--scale",
-    "0.03",
-    "--epochs",
-    "2",
-    "--burn-in",
-    "1",
-    "--width",
-    "1",
-    "--test-size",
-    "40",
-    "--row",
-    "digit-conv",
-    "quadrant-conv",
-]
+SMALL = "--scale 0.03 --epochs 2 --burn-in 1 --width 1 --test-size 40 --row digit-conv quadrant-conv"
 
 
 @pytest.mark.slow
 def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch, capsys, without_pictures):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "toy", *SMALL, "--hypersteps", "3", "--out", "table", "--device", "cpu"]) == 0
+    assert cli.main(["reproduce", "toy", *SMALL.split(), "--hypersteps", "3", "--out", "table", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    same = [
-        "--epochs",
-        "2",
-        "--burn-in",
-        "1",
-        "--frequency",
-        "1",
-        "--width",
-        "1",
-        "--test-size",
-        "40",
-        "--hypersteps",
-        "3",
-        "--device",
-        "cpu",
-    ]
-    run_here("train", "--layer", "conv", "--train-size", "43", *same, "--out", "same")
+    same = "--epochs 2 --burn-in 1 --frequency 1 --width 1 --test-size 40 --hypersteps 3 --device cpu"
+    run_here("train", "--layer", "conv", "--train-size", "43", *same.split(), "--out", "same")
     order = sorted(rows_of(tmp_path / "same"), key=lambda r: r["run"])
     assert sorted(rows_of(tmp_path / "table"), key=lambda r: r["run"]) == order
     written = (tmp_path / "table" / "comparison.txt").read_text()
@@ -85,7 +56,19 @@ def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch
 
 @pytest.mark.usefixtures("without_pictures")
 def test_an_interrupted_table_resumes_to_the_numbers_of_one_that_was_not(tmp_path, monkeypatch, capsys):
-    options = ["reproduce", "toy", *SMALL, "--epochs", "3", "--row", "digit-conv", "--device", "cpu", "--jobs", "1"]
+    options = [
+        "reproduce",
+        "toy",
+        *SMALL.split(),
+        "--epochs",
+        "3",
+        "--row",
+        "digit-conv",
+        "--device",
+        "cpu",
+        "--jobs",
+        "1",
+    ]
     run_here(*options, "--out", str(tmp_path / "whole"))
     assert f"results in {tmp_path / 'whole'}" in capsys.readouterr().out
     record = Diary.record

@@ -287,7 +287,6 @@ void launch(const char* name, void (*kernel)(P...), unsigned blocks, unsigned th
   if (shared_bytes > (227u << 10)) throw std::runtime_error(std::string("cusim: too much shared memory for ") + name);
   launches().emplace(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
   ++launch_count();
-  block_count() += blocks;
   Block& b = block();
   b.kernel = name;
   b.current = nullptr;

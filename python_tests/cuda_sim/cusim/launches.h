@@ -20,18 +20,10 @@ inline long long& launch_count() {
   return value;
 }
 
-inline long long& block_count() {
-  static long long value = 0;
-  return value;
-}
-
 }  // namespace cusim
 
 // Called through ctypes: launches since the library was loaded, repeated ones too.
 extern "C" __attribute__((used)) inline long long cusim_launch_count() { return cusim::launch_count(); }
-
-// Likewise: blocks of all launches.
-extern "C" __attribute__((used)) inline long long cusim_block_count() { return cusim::block_count(); }
 
 // Called through ctypes: hands out one launch of those seen since the library was loaded and forgets it; false without any.
 extern "C" __attribute__((used)) inline bool cusim_take_launch(const void** kernel, unsigned* threads, size_t* shared_bytes) {

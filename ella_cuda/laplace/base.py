@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import (
     DEFAULT_KEYS,
     Inputs,
+    checked_outputs,
     data_points,
     dict_keys,
     require_loader,
@@ -47,12 +48,13 @@ from ella_cuda.laplace.evidence import (
     square_distances,
 )
 from ella_cuda.laplace.fitted_model import FittedModel
-from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, checked_outputs, likelihood_of
+from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
 from ella_cuda.laplace.parameters import buffer_sums, fingerprint_of
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import PREDICTIONS, Predictive, predictions_at
-from ella_cuda.laplace.rules import UNKNOWN, Rule
+from ella_cuda.laplace.rules.base import Rule
+from ella_cuda.laplace.rules.network import UNKNOWN
 from ella_cuda.laplace.state import CHECKSUM, checked_count, checked_tensor, require_checksum, with_checksum
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.test_time import at_test_time

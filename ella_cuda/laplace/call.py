@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ella_cuda.laplace.column_functions import Before
+
+# (arguments of a projection, its output, axis of the data points) -> the output, whose gradient the rule gets
+Tap = Callable[[tuple[Any, ...], Tensor, int], Tensor]
 
 
 class Place(NamedTuple):
@@ -82,3 +87,16 @@ class Call:
         kept = self.kept
         tensors = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, tuple) else [kept]
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def arguments_in_order(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+) -> list[Any]:
+    """What a call gave a module's forward, or another one, in the order of the parameters there, whichever were named."""
+    if not kwargs:
+        return list(args)
+    try:
+        bound = inspect.signature(forward or module.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # a forward that has no signature, or hides it
+        return [*args, *kwargs.values()]
+    return [*bound.args, *bound.kwargs.values()]

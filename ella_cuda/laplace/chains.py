@@ -19,11 +19,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.modules.utils import _pair
 
 from ella_cuda.augment import AveragedFunction
-from ella_cuda.laplace.one_function import HOOKS
+from ella_cuda.laplace.copies import is_changed, is_plain_average
 
 IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)
@@ -375,18 +374,8 @@ def chain_of_average(model: AveragedFunction) -> Chain | None:
     return chain_of(model.network) if is_plain_average(model) else None
 
 
-def is_plain_average(model: nn.Module) -> bool:
-    """Whether the model returns its network's outputs, averaged over copies, and nothing else."""
-    return type(model) is AveragedFunction and not _is_changed(model) and not _has_any_global_hook()
-
-
-def _is_changed(module: nn.Module) -> bool:
-    """Whether a call may return other than the class's forward."""
-    return any(getattr(module, hooks) for hooks in HOOKS) or "forward" in vars(module)
-
-
 def _add(module: nn.Module, modules: list[nn.Module]) -> bool:
-    if _is_changed(module):
+    if is_changed(module):
         return False
     if type(module) is nn.Sequential:
         return all(_add(child, modules) for child in module)

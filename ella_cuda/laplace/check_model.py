@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
+from ella_cuda.laplace.batches import (
+    Inputs,
+    checked_outputs,
+    data_points,
+    map_tensors,
+    outputs_of,
+    run_model,
+    take,
+    tensors_of,
+)
 from ella_cuda.laplace.call import Place, batch_first
-from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.one_function import generator_states, refusing_changes_of_gradients, require_one_function
-from ella_cuda.laplace.rules import Rule
-from ella_cuda.laplace.tangent import rounding_of
+from ella_cuda.laplace.values import rounding_of
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules import Rule
 
 LARGE = 2.0**10  # columns of a fit have sizes of 1 and less
 APART = 32  # images of a first batch whose outputs are compared
@@ -151,7 +161,7 @@ def outputs_apart(model: nn.Module, x: Inputs) -> tuple[Tensor, Tensor]:
     count, device = data_points(x), tensors_of(x)[0].device
     rows = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")[:APART].to(device)
     with torch.enable_grad():  # a forward may put hooks on its tensors
-        parts = [checked_outputs(run_model(model, take(x, r)), len(r)).detach() for r in rows.chunk(2)]
+        parts = [outputs_of(model, take(x, r)).detach() for r in rows.chunk(2)]
     return torch.cat(parts), rows
 
 

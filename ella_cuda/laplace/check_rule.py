@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
-from ella_cuda.laplace.call import Call, Place, batch_first
-from ella_cuda.laplace.jacobian import by_autograd
+from ella_cuda.laplace.call import Call, Place, arguments_in_order, batch_first
 from ella_cuda.laplace.one_function import identical
 from ella_cuda.laplace.rows import Rows
-from ella_cuda.laplace.rules import MultiheadAttentionRule, Rule
-from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.rules.recorded import adds
 from ella_cuda.laplace.second_moment import UnkeptMoment
+from ella_cuda.laplace.tangent import by_autograd
 from ella_cuda.nn._autocast import full
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules.base import Rule
 
 POINTS, PROBES = 5, 3  # data points, and outputs whose gradients are tried one by one
 TOLERANCE = 1e-3  # relative
@@ -48,7 +49,7 @@ def check_rules(model: nn.Module, rules: Sequence[Rule], x: Inputs, places: Mapp
         ValueError: a rule contradicts autograd, or changes what it gets; names the class and the method.
     """
     foreign = {r.module: r for r in rules if r in places and not is_own(type(r)) and r.trainable}
-    foreign = {module: rule for module, rule in foreign.items() if not isinstance(rule, MultiheadAttentionRule)}
+    foreign = {module: rule for module, rule in foreign.items() if not rule.inner_modules()}
     if not foreign:
         return
     calls: dict[Rule, tuple[list[Any], Tensor]] = {}

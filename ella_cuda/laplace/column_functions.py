@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 
@@ -163,6 +164,18 @@ class ConstantScale(Passage):
 
     def take(self, piece: Tensor, images: slice, own: bool, steps: tuple[int, int] = (1, 1)) -> Tensor:
         return piece.mul_(self._scale) if own else (piece * self._scale).to(piece.dtype)
+
+
+def constant_scale(module: nn.Module) -> Tensor | None:
+    """γ/√(σ²+ε) ``(C,)`` of a batch normalisation in evaluation mode, by which gradients go back; None of anything else."""
+    if not isinstance(module, _BatchNorm) or module.running_mean is None or module.running_var is None:
+        return None
+    own = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    if type(module).forward not in own or "forward" in vars(module):
+        return None
+    scale = (module.running_var.double() + module.eps).rsqrt()
+    scale = scale if module.weight is None else scale * module.weight.detach()
+    return scale.to(torch.promote_types(module.running_var.dtype, torch.float32))
 
 
 class ReLU(Passage):

@@ -20,15 +20,18 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ella_cuda.augment import Augment, AveragedFunction
 from ella_cuda.laplace.batches import Inputs, data_points, take
-from ella_cuda.laplace.chains import is_plain_average
-from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.one_function import HOOKS
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules import Rule
 
 FEW = 8  # copies of images, which always go together
 PROBED = 2  # copies of each data point, by which a network is tried
@@ -54,6 +57,16 @@ def copies_of(model: nn.Module) -> int:
             f"{type(model.augment).__name__}."
         )
     return int(count)
+
+
+def is_plain_average(model: nn.Module) -> bool:
+    """Whether the model returns its network's outputs, averaged over copies, and nothing else."""
+    return type(model) is AveragedFunction and not is_changed(model) and not _has_any_global_hook()
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether a call may return other than the class's forward."""
+    return any(getattr(module, hooks) for hooks in HOOKS) or "forward" in vars(module)
 
 
 def require_copies(model: nn.Module, x: Inputs) -> None:

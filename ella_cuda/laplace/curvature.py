@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,18 @@ from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 
-from ella_cuda.laplace.batches import Inputs, data_points, run_model, take, tensors_of
+from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, run_model, take, tensors_of
 from ella_cuda.laplace.call import Call, Place, batch_first
 from ella_cuda.laplace.check_model import outputs_apart, probe, require_rows_of_their_own
 from ella_cuda.laplace.check_rule import check_rules
-from ella_cuda.laplace.column_functions import Before, ConstantScale, InterceptedFunctions, Passage, Slice
+from ella_cuda.laplace.column_functions import (
+    Before,
+    ConstantScale,
+    InterceptedFunctions,
+    Passage,
+    Slice,
+    constant_scale,
+)
 from ella_cuda.laplace.copies import (
     Chunk,
     chunks_of,
@@ -37,14 +44,15 @@ from ella_cuda.laplace.copies import (
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.kronecker_sums import Consumer, KroneckerSums, SummedCopies
 from ella_cuda.laplace.layer_pass import LayerPass
-from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
+from ella_cuda.laplace.likelihoods import Columns, bytes_each
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.rules import PerExampleRule, Rule
-from ella_cuda.laplace.rules.norm import constant_scale
 from ella_cuda.laplace.tangent import NoGradientError, first_at_fault
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, refusing_reentrant, requiring_grad
 from ella_cuda.nn._autocast import full
 from ella_cuda.ops._precision import without_autocast
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules.base import Rule
 
 OfColumns = Callable[[Tensor], Tensor]
 FEW_IMAGES = 8  # which always go together
@@ -218,10 +226,10 @@ class CurvaturePass(LayerPass):
     def __init__(
         self, model: nn.Module, rules: Sequence[Rule], memory_budget: int, consumer: Consumer | None = None
     ) -> None:
-        of_layers = [rule for rule in rules if not isinstance(rule, PerExampleRule)]
+        of_layers = [rule for rule in rules if rule.sees_calls()]
         super().__init__(model, of_layers, KroneckerSums() if consumer is None else consumer)
         self.memory_budget = memory_budget
-        others = [rule for rule in rules if isinstance(rule, PerExampleRule)]
+        others = [rule for rule in rules if not rule.sees_calls()]
         self.per_example = PerExampleGradients(model, others) if others else None
         self.calls = {rule: 0 for rule in self.rules}
         self._calls: list[Call] = []  # of the last forward pass
@@ -345,7 +353,7 @@ class CurvaturePass(LayerPass):
             with self._apart():
                 apart = outputs_apart(self.model, x)  # first: a forward may leave its outputs in buffers
         with torch.enable_grad(), self._attention():
-            outputs = checked_outputs(run_model(self.model, x), self._batch_size)
+            outputs = outputs_of(self.model, x)
         if compare:
             with self._apart():
                 require_rows_of_their_own(self.model, x, *apart, outputs.detach())

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from ella_cuda.laplace.batches import pair_of, require_loader, tensors_of
 from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.parameters import uneven_sum
-from ella_cuda.laplace.rules import Rule
-from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.state import separate_outputs
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules import Rule
+    from ella_cuda.laplace.second_moment import SecondMoment
 
 NEAR = 1e-12  # relative: fingerprints are sums, whose rounding may depend on the machine
 STEP = 0x9E3779B97F4A7C15  # between the seeds of batches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from ella_cuda.laplace.eigenvalues import eigenbases_of_all
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.ops._precision import in_own_precision
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.kron import KronLaplace
 
 
 class Eigenbasis(NamedTuple):
@@ -156,3 +159,12 @@ class Spectra:
                 SecondMoment.decompose_all(self._moments)
                 self._packed, self._rows = ops.pack_spectra([f.eigenvalues() for f in self._factors]), rows
         return self._packed
+
+
+def eigenbases_of(la: KronLaplace) -> dict[str, Eigenbasis]:
+    """The eigenbases of all factors, by parameter name, computed once for a fit."""
+    la.fitted_model.require_fit()
+    if la._eigenbases is None:
+        shapes = {name: la.model.get_parameter(name).shape for name in la.parameter_names}
+        la._eigenbases = eigenbases(la._factors, shapes)
+    return la._eigenbases

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,13 @@ from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.parameters import trainable
 from ella_cuda.laplace.posterior import Contraction, Posterior
-from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.state import checked_tensor, require_moment
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules import Rule
 
 STRUCTURES = ("full", "diag")
 

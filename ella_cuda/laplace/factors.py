@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn import SpatialBasis
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.second_moment import SecondMoment
 
 
 class FactorShape(NamedTuple):
@@ -36,6 +39,12 @@ class FactorShape(NamedTuple):
     def bias(cls, size: int) -> FactorShape:
         """Of a parameter that is added to the output: no input side, one dense block."""
         return cls(1, 1, size, 1, True)
+
+    @classmethod
+    def of_convolution(cls, m: nn.Module) -> FactorShape:
+        """Of a convolution's weight: one block per group."""
+        a = m.in_channels // m.groups * math.prod(m.kernel_size)
+        return cls(m.groups, a, m.out_channels // m.groups, m.groups)
 
     def is_transpose_of(self, other: FactorShape) -> bool:
         """Whether a matrix with this factor could be the transpose of one with the other: the block structure of the one's input side,

@@ -21,7 +21,8 @@ from ella_cuda.laplace.parameters import (
     require_no_inference,
     trainable,
 )
-from ella_cuda.laplace.rules import Rule, restricted, rules_for
+from ella_cuda.laplace.rules.base import Rule
+from ella_cuda.laplace.rules.network import restricted, rules_for
 from ella_cuda.modes import exclusively
 from ella_cuda.nn._autocast import widened
 from ella_cuda.ops._precision import autocast_is_on

@@ -19,13 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.distributed import Ranks
-from ella_cuda.laplace.batches import Inputs, data_points, require_loader, run_model, take
+from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, require_loader, run_model, take
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.chains import Seen, chain_of_average
 from ella_cuda.laplace.check_model import probe
@@ -42,16 +42,14 @@ from ella_cuda.laplace.copies import (
 )
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import agree_on_gradient, plan_of
-from ella_cuda.laplace.eigenbases import Eigenbasis
+from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases_of
 from ella_cuda.laplace.evidence import data_weight
 from ella_cuda.laplace.factors import KroneckerFactor
-from ella_cuda.laplace.kron import KronLaplace, eigenbases_of
 from ella_cuda.laplace.kronecker_sums import KroneckerSums, SummedCopies
 from ella_cuda.laplace.layer_pass import GraphPass
-from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
+from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.laplace.per_example import PerExampleGradients
 from ella_cuda.laplace.rows import Rows
-from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.tangent import first_at_fault
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
 from ella_cuda.laplace.ties import merged_shapes
@@ -59,6 +57,12 @@ from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.ops._precision import without_autocast
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules.base import Rule
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.kron import KronLaplace
 
 COLUMNS = ("all", "one")
 GRAPH = 4  # what the graph of a column keeps, in units of the layers' outputs
@@ -301,7 +305,7 @@ class _Passes:
         self.la, self._columns, self._generator = la, columns, generator
         self.rules = la.fitted_model.present_rules()
         _require_served(self.rules)
-        others = [rule for rule in self.rules if isinstance(rule, PerExampleRule)]
+        others = [rule for rule in self.rules if not rule.sees_calls()]
         self.per_example = PerExampleGradients(la.model, others) if others else None
         self._layers = [rule for rule in self.rules if rule not in others]
         self._allocate()
@@ -422,7 +426,7 @@ class _Passes:
         """
         model = self.la.model
         with torch.no_grad():
-            f = sum(share * checked_outputs(run_model(model, x), data_points(x)) for x, share in chunks)
+            f = sum(share * outputs_of(model, x) for x, share in chunks)
         f.requires_grad_()
         with torch.enable_grad():
             columns = self._columns_of(f, y)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rows import OneHot, Rows
-from ella_cuda.laplace.tangent import ReplacedParameters, differ
 from ella_cuda.nn import SpatialBasis
 
 
@@ -141,72 +138,3 @@ def total(parts: Sequence[Jacobian], groups: int) -> Jacobian:
     if len(kinds) == 1:
         return first._replace(outputs=torch.stack([part.outputs for part in parts]).sum(0))
     return Jacobian(torch.stack([part.dense(groups) for part in parts]).sum(0))
-
-
-def by_autograd(
-    module: nn.Module, names: Sequence[str], arguments: Sequence[Any], gradient: Tensor
-) -> dict[str, Tensor]:
-    """Gradients in a layer's own parameters from those at its output, by autograd of the layer alone, one data point after the other
-    where :func:`torch.func.vmap` cannot take the layer.
-
-    Args:
-        module: the layer; its forward is called without hooks.
-        names: of the parameters.
-        arguments: of the call, tensors ``(N, ...)``.
-        gradient: ``(K, N, ...)``.
-
-    Returns:
-        ``(K, N, *parameter.shape)`` of each.
-    """
-    own = ReplacedParameters(module, names)
-    values = own.values()
-    tensors = [a for a in arguments if isinstance(a, Tensor)]
-
-    def outputs(parameters: Mapping[str, Tensor], parts: Sequence[Tensor]) -> Tensor:
-        those = iter(parts)
-        call = [next(those)[None] if isinstance(a, Tensor) else a for a in arguments]
-        with own.replaced(parameters):
-            return module.forward(*call)[0]
-
-    def of_one(parts: list[Tensor], columns: Tensor) -> dict[str, Tensor]:
-        _, vjp = torch.func.vjp(lambda parameters: outputs(parameters, parts), values)
-        return torch.func.vmap(lambda column: vjp(column)[0])(columns)
-
-    def alone(n: int, columns: Tensor) -> dict[str, Tensor]:
-        return _one(values, lambda p: outputs(p, [t[n] for t in tensors]), columns)
-
-    with _without_hooks(module):
-        with contextlib.suppress(Exception):  # whatever the layer's functions raise under vmap
-            found = torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(tensors, gradient)
-            # Some functions have wrong gradients there, all but the first.
-            if not differ({name: g[-1:, -1] for name, g in found.items()}, alone(-1, gradient[-1:, -1])):
-                return found
-        apart = [alone(n, gradient[:, n]) for n in range(gradient.shape[1])]
-    return {name: torch.stack([each[name] for each in apart], 1) for name in names}
-
-
-def _one(
-    values: Mapping[str, Tensor], outputs: Callable[[Mapping[str, Tensor]], Tensor], columns: Tensor
-) -> dict[str, Tensor]:
-    """The gradients ``(K, *parameter.shape)`` of one data point by plain autograd."""
-    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
-    with torch.enable_grad():
-        out = outputs(leaves)
-    rows = [
-        torch.autograd.grad(out, list(leaves.values()), c, retain_graph=True, materialize_grads=True) for c in columns
-    ]
-    return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}
-
-
-@contextlib.contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """For the duration of the context, modules inside of the layer call none of their hooks: those of a pass are among them."""
-    inside = list(module.modules())
-    before = [m._forward_hooks for m in inside]
-    try:
-        for m in inside:
-            m._forward_hooks = OrderedDict()
-        yield
-    finally:
-        for m, hooks in zip(inside, before, strict=True):
-            m._forward_hooks = hooks

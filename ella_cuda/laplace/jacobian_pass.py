@@ -21,7 +21,7 @@ from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian, total
 from ella_cuda.laplace.kronecker_sums import Consumer
 from ella_cuda.laplace.likelihoods import Columns
-from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.rules.base import Rule
 from ella_cuda.laplace.rules.recorded import adds
 from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad

@@ -12,26 +12,18 @@ from tqdm import tqdm
 
 from ella_cuda import ops
 from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
-from ella_cuda.laplace.batches import (
-    DEFAULT_KEYS,
-    Inputs,
-    data_points,
-    inputs_on,
-    merged,
-    run_model,
-)
+from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, inputs_on, merged, run_model
 from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
-from ella_cuda.laplace.eigenbases import Eigenbasis, Spectra, eigenbases
+from ella_cuda.laplace.eigenbases import Eigenbasis, Spectra, eigenbases_of
 from ella_cuda.laplace.evidence import elements
 from ella_cuda.laplace.factors import KroneckerFactor
-from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood, checked_outputs
+from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.posterior import KronPosterior
-from ella_cuda.laplace.rules import PerExampleRule, Rule
-from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
+from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
 from ella_cuda.laplace.state import checked_tensor, load_factors, save_factors
 from ella_cuda.laplace.test_time import requiring_grad
 from ella_cuda.laplace.ties import by_parameter, merged_shapes
@@ -333,7 +325,7 @@ class KronLaplace(BaseLaplace):
             return sum(share * outputs(some) for some, share in chunks)
 
         with torch.no_grad():
-            f = mean(lambda some: checked_outputs(run_model(self.model, some), data_points(some)))
+            f = mean(lambda some: outputs_of(self.model, some))
         at = f if outputs_of is None else mean(outputs_of).to(f.dtype)
         statistic, columns = self._columns_at(f, at, y, generator)
         run.add_chunks(chunks, columns)
@@ -454,15 +446,6 @@ class KronLaplace(BaseLaplace):
         return take
 
 
-def eigenbases_of(la: KronLaplace) -> dict[str, Eigenbasis]:
-    """The eigenbases of all factors, by parameter name, computed once for a fit."""
-    la.fitted_model.require_fit()
-    if la._eigenbases is None:
-        shapes = {name: la.model.get_parameter(name).shape for name in la.parameter_names}
-        la._eigenbases = eigenbases(la._factors, shapes)
-    return la._eigenbases
-
-
 def _summary(model: nn.Module, rules: Sequence[Rule], columns: str) -> str:
     """:meth:`KronLaplace.summary` by these rules, with what the blocks are made of, where that is not all columns, in the last line."""
     lines: dict[int, list[tuple[str, ...]]] = {}
@@ -491,7 +474,7 @@ def _summary(model: nn.Module, rules: Sequence[Rule], columns: str) -> str:
                     f"that of {rule.full_name(owner)}" if is_shared else f"{outputs[0]} x {outputs[1]}",
                     f"{size:,}",
                 )
-            diagonal = isinstance(rule, PerExampleRule) and not shape.constant_input
+            diagonal = not rule.sees_calls() and not shape.constant_input
             product = f"Kronecker{', reduce' if rule.approximation == 'reduce' else ''}"
             block = "diagonal" if diagonal else "exact" if shape.constant_input else product
             size_of = str(tuple(parameters[parameter].shape))

@@ -11,14 +11,16 @@ Source: Eschenhagen et al., "Kronecker-factored approximate curvature for modern
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.rows import Diagonal, Rows
-from ella_cuda.laplace.rules import Rule
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules import Rule
 
 Part = tuple[KroneckerFactor, range | None]  # of a factor: the blocks that a call can take part in together
 RowsOf = Mapping[str, Rows]

@@ -7,21 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model
-from ella_cuda.laplace.call import Call, Place, batch_first
+from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, plain_tensor
+from ella_cuda.laplace.call import Call, Place, Tap, arguments_in_order, batch_first
 from ella_cuda.laplace.check_model import Findings, LinearFunctions
 from ella_cuda.laplace.copies import copies_of
 from ella_cuda.laplace.kronecker_sums import Consumer, KroneckerSums, over_copies
-from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.rows import Rows
-from ella_cuda.laplace.rules import MultiheadAttentionRule, Rule
-from ella_cuda.laplace.rules.attention import Tap
-from ella_cuda.laplace.rules.base import arguments_in_order
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules import Rule
 
 
 class LayerPass(ABC):
@@ -68,7 +67,7 @@ class LayerPass(ABC):
         inside = {
             rule: partial(rule.tapped, tap=self._tap(rule), charge=self.charge_bytes)
             for rule in self.rules
-            if isinstance(rule, MultiheadAttentionRule)
+            if rule.inner_modules()
         }
         by_function = self.findings.by_function
         hooks = {rule: self._hook(rule) for rule in self.rules if rule not in inside and rule not in by_function}
@@ -122,7 +121,7 @@ class LayerPass(ABC):
             return self.recomputed(rule, out)
         return self.node(rule, (x,), out, self._place(rule))
 
-    def _tap(self, rule: MultiheadAttentionRule) -> Tap:
+    def _tap(self, rule: Rule) -> Tap:
         """What stands behind the projections inside of an attention."""
 
         def tap(arguments: tuple[Any, ...], out: Tensor, axis: int) -> Tensor:
@@ -167,7 +166,7 @@ class GraphPass(LayerPass):
         self._batch_size, self._noting = data_points(x), True
         self.forget()
         try:
-            return checked_outputs(run_model(self.model, x), self._batch_size)
+            return outputs_of(self.model, x)
         finally:
             self._noting = False
 
@@ -208,7 +207,7 @@ class GraphPass(LayerPass):
         seen, rows = [batch_first(a, place) if isinstance(a, Tensor) else a for a in arguments], None
         if place.copies > 1:
             rows = over_copies(rule.input_rows(*seen), place.copies, mean=True)
-        if rows is None or type(rule).keep is not Rule.keep:
+        if rows is None or rule.keeps():
             seen = [a.clone() if isinstance(a, Tensor) else a for a in seen]
         tapped = out + self._anchor  # every output has a graph, the first layers' too
         self.noted.append(Noted(call, seen, rows, tapped))

@@ -6,7 +6,7 @@ import inspect
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any, ClassVar, TypeVar
 
@@ -578,35 +578,6 @@ class Heteroscedastic(Likelihood):
         k = torch.arange(sigma.shape[1], device=sigma.device)
         places = torch.stack([k, k + len(k)], 1)
         return _sparse(outputs, torch.cat([first, second], 1), places.repeat(2, 1), tolerance)
-
-
-def checked_outputs(outputs: Any, count: int) -> Tensor:
-    """A model's outputs for so many data points, as a plain tensor ``(N, K)`` or ``(N, ..., K)``.
-
-    Raises:
-        TypeError: it is no tensor.
-        ValueError: it has no axis beside the batch's, or is of another number of data points.
-    """
-    if not isinstance(outputs, Tensor):
-        words = ", ".join(map(repr, outputs)) if isinstance(outputs, Mapping) else ""
-        parts = (
-            f" with the keys {words}" if words else f" of {len(outputs)}" if isinstance(outputs, (tuple, list)) else ""
-        )
-        raise TypeError(
-            f"the model must return a tensor (N, K), got {type(outputs).__name__}{parts}; wrap it in a module whose forward returns the "
-            "outputs alone."
-        )
-    if outputs.dim() < 2:
-        remedy = "; of one output per data point return outputs[:, None]" if outputs.dim() == 1 else ""
-        raise ValueError(
-            f"the model must return a tensor (N, K), got shape {tuple(outputs.shape)} for N = {count}{remedy}."
-        )
-    if len(outputs) != count:
-        raise ValueError(
-            f"the model must return the outputs of a data point as one row, (N, ...), got shape {tuple(outputs.shape)} for N = {count}; "
-            "positions are axes of their own, (N, T, K) for T of them."
-        )
-    return outputs if type(outputs) is Tensor else outputs.as_subclass(Tensor)
 
 
 def _mean(total: Tensor, targets: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import Inputs, data_points, take
 from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.eigenvalues import workspace
-from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.laplace.ties import merged_shapes
 from ella_cuda.ops._precision import without_autocast
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules import Rule
 
 ROOT = 100  # bytes for each output that the softmax Hessian's square root takes before its columns are built
 COLUMN = 24  # bytes for each class that building a column of the softmax Hessian takes, beside the column

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, data_points, run_model, tensors_of
+from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, tensors_of
 from ella_cuda.laplace.evidence import data_weight
-from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
-from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, unit_columns
+from ella_cuda.laplace.likelihoods import Likelihood, unit_columns
 from ella_cuda.laplace.link_functions import DIAGONAL, LINKS
 from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.tangent import ReplacedParameters
@@ -25,6 +24,9 @@ from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision, without_autocast
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.fitted_model import FittedModel
 
 PREDICTIONS, MEANS = ("glm", "nn"), ("network", "linear")
 SAMPLED = 256 << 20  # bytes of samples that go through the network together
@@ -288,11 +290,11 @@ class Predictive:
         found = []
         filling, plain = self.fitted_model.filling(), without_autocast(mean.device.type)
         with filling, at_test_time(self.model), in_plain_products(), plain, torch.no_grad():
-            outputs = checked_outputs(run_model(self.model, x), data_points(x))
+            outputs = outputs_of(self.model, x)
 
             def function(values: dict[str, Tensor]) -> Tensor:
                 with parameters.replaced(values):
-                    return checked_outputs(run_model(self.model, x), data_points(x))
+                    return outputs_of(self.model, x)
 
             tangent = self._tangent() if pred_type == "glm" else None
             for begin in range(0, n_samples, at_once):

@@ -10,14 +10,16 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn._autocast import full
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.second_moment import SecondMoment
 
 MANY = 32  # columns that make a product of their own fast
 
@@ -429,6 +431,35 @@ class Quadratic(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (products,) = ctx.saved_tensors
         return products * (2 * gradient), None, None
+
+
+def patches_of(x: Tensor, m: nn.Module) -> Patches:
+    """Patches that a convolution sees of images ``(N, C, ...)``."""
+    geometry = {"stride": m.stride, "dilation": m.dilation, "sides": side_padding(m), "padding_mode": m.padding_mode}
+    return Patches(x, m.kernel_size, m.groups, **geometry)
+
+
+def same_circular_patches(x: Tensor, kernel_size: Sequence[int], groups: int = 1, images: int = 1) -> Patches:
+    """Patches around every pixel of images on a torus."""
+    sides = [(k // 2, k // 2) for k in kernel_size]
+    return Patches(x, kernel_size, groups, sides=sides, padding_mode="circular", images=images)
+
+
+def planes_of(gradient: Tensor, m: nn.Module) -> dict[str, Rows]:
+    """Rows of a convolution's weight and bias from gradients ``(K, N, D, ...)`` at its output."""
+    flat = gradient.flatten(0, 1)
+    bias = Patches.of_planes(flat)
+    return {"weight": bias if m.groups == 1 else Patches.of_planes(flat, m.groups), "bias": bias}
+
+
+def side_padding(m: nn.Module) -> list[tuple[int, int]]:
+    """A convolution's padding before and after, for every axis; "same" with an even kernel has different ones on the two sides."""
+    if m.padding == "valid":
+        return [(0, 0)] * len(m.kernel_size)
+    if m.padding == "same":
+        total = [d * (k - 1) for d, k in zip(m.dilation, m.kernel_size, strict=True)]
+        return [(t // 2, t - t // 2) for t in total]
+    return [(p, p) for p in m.padding]
 
 
 def pad(x: Tensor, sides: Sequence[tuple[int, int]], padding_mode: str) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ella_cuda.digest import values_digest
 from ella_cuda.laplace.factors import KroneckerFactor
-from ella_cuda.laplace.rules import Rule
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules import Rule
 
 CHECKSUM = "checksum"  # of a state's other entries
 ENTRIES = ("inputs", "input_rows", "outputs", "output_rows", "outputs_of")  # of a factor

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ella_cuda.laplace.batches import tensors_of
+from ella_cuda.laplace.values import rounding_of
 
 Values = dict[str, Tensor]
 
@@ -207,12 +210,6 @@ def jvp(
     return torch.stack([*map(way, others), last])
 
 
-def rounding_of(tensor: Tensor) -> float:
-    """By how much, of its largest number, a tensor's derivative may differ from the same by another way. On CUDA cuDNN takes TF32 for
-    float32 by default, through many layers; what is wrong is off by more."""
-    return 2.0**-6 if tensor.is_cuda and tensor.dtype == torch.float32 else torch.finfo(tensor.dtype).eps ** 0.5
-
-
 def differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Whether two ways to the same derivatives differ beyond rounding, in what is finite."""
     sizes = {name: b.abs().amax() for name, b in other.items()}
@@ -319,3 +316,72 @@ def _of_bags(
     shares = counted.to(bag.weight.dtype) if per_sample_weights is None else per_sample_weights * counted
     found = (F.embedding(indices, bag.weight, bag.padding_idx) * shares[..., None]).sum(1)
     return found / counted.sum(1, keepdim=True).clamp(min=1) if bag.mode == "mean" else found
+
+
+def by_autograd(
+    module: nn.Module, names: Sequence[str], arguments: Sequence[Any], gradient: Tensor
+) -> dict[str, Tensor]:
+    """Gradients in a layer's own parameters from those at its output, by autograd of the layer alone, one data point after the other
+    where :func:`torch.func.vmap` cannot take the layer.
+
+    Args:
+        module: the layer; its forward is called without hooks.
+        names: of the parameters.
+        arguments: of the call, tensors ``(N, ...)``.
+        gradient: ``(K, N, ...)``.
+
+    Returns:
+        ``(K, N, *parameter.shape)`` of each.
+    """
+    own = ReplacedParameters(module, names)
+    values = own.values()
+    tensors = [a for a in arguments if isinstance(a, Tensor)]
+
+    def outputs(parameters: Mapping[str, Tensor], parts: Sequence[Tensor]) -> Tensor:
+        those = iter(parts)
+        call = [next(those)[None] if isinstance(a, Tensor) else a for a in arguments]
+        with own.replaced(parameters):
+            return module.forward(*call)[0]
+
+    def of_one(parts: list[Tensor], columns: Tensor) -> dict[str, Tensor]:
+        _, vjp = torch.func.vjp(lambda parameters: outputs(parameters, parts), values)
+        return torch.func.vmap(lambda column: vjp(column)[0])(columns)
+
+    def alone(n: int, columns: Tensor) -> dict[str, Tensor]:
+        return _one(values, lambda p: outputs(p, [t[n] for t in tensors]), columns)
+
+    with _without_hooks(module):
+        with contextlib.suppress(Exception):  # whatever the layer's functions raise under vmap
+            found = torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(tensors, gradient)
+            # Some functions have wrong gradients there, all but the first.
+            if not differ({name: g[-1:, -1] for name, g in found.items()}, alone(-1, gradient[-1:, -1])):
+                return found
+        apart = [alone(n, gradient[:, n]) for n in range(gradient.shape[1])]
+    return {name: torch.stack([each[name] for each in apart], 1) for name in names}
+
+
+def _one(
+    values: Mapping[str, Tensor], outputs: Callable[[Mapping[str, Tensor]], Tensor], columns: Tensor
+) -> dict[str, Tensor]:
+    """The gradients ``(K, *parameter.shape)`` of one data point by plain autograd."""
+    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+    with torch.enable_grad():
+        out = outputs(leaves)
+    rows = [
+        torch.autograd.grad(out, list(leaves.values()), c, retain_graph=True, materialize_grads=True) for c in columns
+    ]
+    return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}
+
+
+@contextlib.contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """For the duration of the context, modules inside of the layer call none of their hooks: those of a pass are among them."""
+    inside = list(module.modules())
+    before = [m._forward_hooks for m in inside]
+    try:
+        for m in inside:
+            m._forward_hooks = OrderedDict()
+        yield
+    finally:
+        for m, hooks in zip(inside, before, strict=True):
+            m._forward_hooks = hooks

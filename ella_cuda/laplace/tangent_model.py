@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, take, tensors_of
+from ella_cuda.laplace.batches import (
+    Inputs,
+    data_points,
+    inputs_on,
+    map_tensors,
+    outputs_of,
+    run_model,
+    take,
+    tensors_of,
+)
 from ella_cuda.laplace.check_model import require_no_reentrant_checkpoint
-from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.one_function import generator_states, require_one_function
 from ella_cuda.laplace.parameters import checked_names, require_no_inference, trainable
 from ella_cuda.laplace.tangent import (
@@ -24,10 +32,9 @@ from ella_cuda.laplace.tangent import (
     jvp,
     push,
     push_by_gradients,
-    rounding_of,
 )
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, refusing_reentrant
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.values import check_choice, rounding_of
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.ops._precision import without_autocast
 
@@ -271,7 +278,7 @@ class TangentModel:
 
     def _run(self, x: Inputs, values: Mapping[str, Tensor]) -> Tensor:
         with self._replaced.replaced({**self._constants, **values}), embeddings_have_derivatives(self.model):
-            return checked_outputs(run_model(self.model, x), data_points(x))
+            return outputs_of(self.model, x)
 
     def _leaves(self) -> Values:
         return {name: value.detach().requires_grad_() for name, value in self._values.items()}

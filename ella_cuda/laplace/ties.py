@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
-from ella_cuda.laplace.rules import Rule
-from ella_cuda.laplace.second_moment import SecondMoment
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.second_moment import SecondMoment
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.rules import Rule
 
 
 def by_parameter(rules: Sequence[Rule]) -> dict[str, KroneckerFactor]:

@@ -15,9 +15,18 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ella_cuda.digest import tensors_digest
 from ella_cuda.distributed import Ranks, require_whole, slice_of
-from ella_cuda.laplace.batches import DictKeys, Inputs, data_points, kept, pair_of, pair_on, run_model, take
+from ella_cuda.laplace.batches import (
+    DictKeys,
+    Inputs,
+    checked_outputs,
+    data_points,
+    kept,
+    pair_of,
+    pair_on,
+    run_model,
+    take,
+)
 from ella_cuda.laplace.distributed_fit import rounded
-from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import fingerprint_of
 from ella_cuda.ops._precision import casting_anew, without_autocast
 from ella_cuda.training.checkpoint import plain, random_state, restore_random_state

@@ -10,6 +10,7 @@ import torch.distributions as D
 from torch import nn
 
 from ella_cuda.laplace import IndependentLikelihood, KronLaplace, Likelihood, register_likelihood
+from ella_cuda.laplace.batches import checked_outputs
 from ella_cuda.laplace.likelihoods import (
     LIKELIHOODS,
     Binary,
@@ -17,7 +18,6 @@ from ella_cuda.laplace.likelihoods import (
     Heteroscedastic,
     Poisson,
     Regression,
-    checked_outputs,
     likelihood_of,
 )
 

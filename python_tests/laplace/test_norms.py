@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ella_cuda import marglik_training
 from ella_cuda.laplace import KronLaplace, memory
+from ella_cuda.laplace.column_functions import constant_scale
 from ella_cuda.laplace.rules import rules_for
-from ella_cuda.laplace.rules.norm import constant_scale
 from python_tests.laplace import checks
 
 IMAGES, CLASSES = 5, 3

@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ella_cuda.laplace.call import Tap, arguments_in_order
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rows import Dense, Rows
-from ella_cuda.laplace.rules.base import Rule, arguments_in_order, register
+from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn._autocast import full
-
-# (arguments of inputs, output, axis of the batch) -> the output, of which the rule gets the gradient
-Tap = Callable[[tuple[Any, ...], Tensor, int], Tensor]
 
 
 @register(nn.MultiheadAttention)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -104,7 +103,8 @@ class Rule(AddsToMoments, ABC):
         return dict(self.module.named_parameters(recurse=False))
 
     def inner_modules(self) -> list[nn.Module]:
-        """Modules inside the layer whose parameters are among :meth:`parameters`."""
+        """Modules inside the layer whose parameters are among :meth:`parameters`; a rule that has some also has ``tapped``, which shows the
+        calls inside of the layer, see :class:`ella_cuda.laplace.rules.MultiheadAttentionRule`."""
         return []
 
     def unknown_to_it(self, names: Iterable[str]) -> TypeError:
@@ -136,6 +136,14 @@ class Rule(AddsToMoments, ABC):
     def keep(self, *arguments: Any) -> Any:
         """What :meth:`output_rows` and :meth:`input_gradient` need of a call's arguments."""
         return None
+
+    def keeps(self) -> bool:
+        """Whether :meth:`keep` keeps anything."""
+        return type(self).keep is not Rule.keep
+
+    def sees_calls(self) -> bool:
+        """Whether the rule takes the layer's calls; else it takes gradients of single data points."""
+        return True
 
     def input_gradient(self, gradient: Tensor, call: Call) -> Tensor:
         """The gradient at the layer's input, ``(K, *call.input_shape)``, of K gradients at its output, ``(K, N, ...)``."""
@@ -315,19 +323,6 @@ def register(module_class: type[nn.Module]) -> Callable[[RuleType], RuleType]:
         return rule
 
     return decorate
-
-
-def arguments_in_order(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
-) -> list[Any]:
-    """What a call gave a module's forward, or another one, in the order of the parameters there, whichever were named."""
-    if not kwargs:
-        return list(args)
-    try:
-        bound = inspect.signature(forward or module.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # a forward that has no signature, or hides it
-        return [*args, *kwargs.values()]
-    return [*bound.args, *bound.kwargs.values()]
 
 
 def rule_for(module: nn.Module, name: str, resolution: str = "shared", approximation: str = "expand") -> Rule:

@@ -15,7 +15,7 @@ from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.column_functions import empty_columns, pieces
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian
-from ella_cuda.laplace.rows import Patches, Rows
+from ella_cuda.laplace.rows import Patches, Rows, patches_of, planes_of, same_circular_patches, side_padding
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import CircularConv2d, SparseConv2d, StridedCircularConv2d
 from ella_cuda.nn._autocast import full
@@ -51,7 +51,7 @@ class Conv2dRule(Rule):
         return self.module
 
     def shapes(self) -> dict[str, FactorShape]:
-        return convolution_shapes(self.module)
+        return {"weight": FactorShape.of_convolution(self.module), "bias": FactorShape.bias(self.module.out_channels)}
 
     def takes_samples(self) -> bool:
         return not self._same_circular()
@@ -183,42 +183,6 @@ class StridedCircularConv2dRule(Rule):
             name: Jacobian.of_rows(shapes[name], inputs.get(name), outputs[name], len(gradient))
             for name in self.trainable
         }
-
-
-def patches_of(x: Tensor, m: nn.Module) -> Patches:
-    """Patches that a convolution sees of images ``(N, C, ...)``."""
-    geometry = {"stride": m.stride, "dilation": m.dilation, "sides": side_padding(m), "padding_mode": m.padding_mode}
-    return Patches(x, m.kernel_size, m.groups, **geometry)
-
-
-def same_circular_patches(x: Tensor, kernel_size: Sequence[int], groups: int = 1, images: int = 1) -> Patches:
-    """Patches around every pixel of images on a torus."""
-    sides = [(k // 2, k // 2) for k in kernel_size]
-    return Patches(x, kernel_size, groups, sides=sides, padding_mode="circular", images=images)
-
-
-def planes_of(gradient: Tensor, m: nn.Module) -> dict[str, Rows]:
-    """Rows of a convolution's weight and bias from gradients ``(K, N, D, ...)`` at its output."""
-    flat = gradient.flatten(0, 1)
-    bias = Patches.of_planes(flat)
-    return {"weight": bias if m.groups == 1 else Patches.of_planes(flat, m.groups), "bias": bias}
-
-
-def convolution_shapes(m: nn.Module) -> dict[str, FactorShape]:
-    """Of a convolution's weight, one block per group, and of its bias."""
-    a = m.in_channels // m.groups * math.prod(m.kernel_size)
-    weight = FactorShape(m.groups, a, m.out_channels // m.groups, m.groups)
-    return {"weight": weight, "bias": FactorShape.bias(m.out_channels)}
-
-
-def side_padding(m: nn.Module) -> list[tuple[int, int]]:
-    """A convolution's padding before and after, for every axis; "same" with an even kernel has different ones on the two sides."""
-    if m.padding == "valid":
-        return [(0, 0)] * len(m.kernel_size)
-    if m.padding == "same":
-        total = [d * (k - 1) for d, k in zip(m.dilation, m.kernel_size, strict=True)]
-        return [(t // 2, t - t // 2) for t in total]
-    return [(p, p) for p in m.padding]
 
 
 def _transposed(

@@ -7,9 +7,8 @@ import math
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.rows import Patches, Rows
+from ella_cuda.laplace.rows import Patches, Rows, patches_of, planes_of
 from ella_cuda.laplace.rules.base import Rule, register
-from ella_cuda.laplace.rules.conv import convolution_shapes, patches_of, planes_of
 from ella_cuda.nn._autocast import full
 
 
@@ -26,7 +25,7 @@ class ConvNdRule(Rule):
     """
 
     def shapes(self) -> dict[str, FactorShape]:
-        return convolution_shapes(self.module)
+        return {"weight": FactorShape.of_convolution(self.module), "bias": FactorShape.bias(self.module.out_channels)}
 
     def input_rows(self, x: Tensor) -> dict[str, Rows]:
         return {"weight": patches_of(full(x), self.module)}

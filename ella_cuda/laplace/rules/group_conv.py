@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.rows import Patches, Rows
+from ella_cuda.laplace.rows import Patches, Rows, same_circular_patches
 from ella_cuda.laplace.rules.base import Rule, register
-from ella_cuda.laplace.rules.conv import same_circular_patches
 from ella_cuda.nn import GroupFilter2d
 
 

@@ -7,7 +7,6 @@ from abc import abstractmethod
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rows import Dense, Rows
@@ -51,18 +50,6 @@ class ScaleRule(Rule):
             for name, of in (values | {"bias": gradient}).items()
             if name in self.trainable
         }
-
-
-def constant_scale(module: nn.Module) -> Tensor | None:
-    """γ/√(σ²+ε) ``(C,)`` of a batch normalisation in evaluation mode, by which gradients go back; None of anything else."""
-    if not isinstance(module, _BatchNorm) or module.running_mean is None or module.running_var is None:
-        return None
-    own = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-    if type(module).forward not in own or "forward" in vars(module):
-        return None
-    scale = (module.running_var.double() + module.eps).rsqrt()
-    scale = scale if module.weight is None else scale * module.weight.detach()
-    return scale.to(torch.promote_types(module.running_var.dtype, torch.float32))
 
 
 @register(nn.BatchNorm1d)

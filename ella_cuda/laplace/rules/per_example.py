@@ -43,6 +43,9 @@ class PerExampleRule(Rule):
             for name, p in self.parameters().items()
         }
 
+    def sees_calls(self) -> bool:
+        return False
+
     def input_rows(self, *arguments: Any) -> dict[str, Rows]:
         raise NotImplementedError("PerExampleRule takes gradients, not inputs.")
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ella_cuda.laplace.call import Call
-from ella_cuda.laplace.jacobian import Jacobian, by_autograd
+from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.rows import Dense, Rows
 from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.tangent import by_autograd
 from ella_cuda.nn._autocast import full
 
 # What a rule has from the start; the rest is what a call left there.

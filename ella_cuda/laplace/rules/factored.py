@@ -116,7 +116,7 @@ class Intermediate(Rows):
     def dense(self) -> Tensor:
         z = torch.bmm(self.values.transpose(0, 1), self.weight.permute(1, 2, 0))  # (C, N, D)
         if self.bias is not None:
-            z = z + self.scale * self.bias.detach()
+            z += self.scale * self.bias.detach()
         return z.permute(1, 2, 0)[:, None]
 
     def summed(self) -> Rows:

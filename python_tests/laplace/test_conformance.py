@@ -1,0 +1,352 @@
+"""Every curvature rule against oracles of plain autograd: see :mod:`python_tests.laplace.conformance`. A new rule takes a row of CASES."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ella_cuda import nn as ella_nn
+from ella_cuda.laplace import FactorShape, KronLaplace, Rule, evidence_gradient, exact_log_marginal_likelihood, register
+from python_tests.laplace.conformance import (
+    PRIOR,
+    WORDS,
+    Case,
+    Network,
+    Oracle,
+    at_inputs,
+    at_outputs,
+    attention,
+    averaged,
+    exact,
+    factored,
+    looked_up,
+    through_pool,
+)
+
+APPROXIMATIONS = ("expand", "reduce")
+COPIES, MANY = 3, 24
+
+
+class Mixed(nn.Module):
+    """A linear map whose weight is stored the other way round, a layer of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+@register(Mixed)
+class MixedRule(Rule):
+    def shapes(self) -> dict[str, FactorShape]:
+        return {"w": FactorShape(1, 3, 4, 1, layout="gab")}
+
+    def inputs(self, x: Tensor) -> None:
+        self.kept = x
+        self.factors["w"].input_moment.add(x.reshape(-1, 1, 3))
+
+    def outputs(self, gradient: Tensor) -> None:
+        positions = self.kept[0].numel() // 3
+        self.factors["w"].output_moment.add(gradient.reshape(-1, 1, 4), 1 / positions)
+
+
+def mixed(layer: nn.Module, arguments: tuple[Tensor, ...], gradient: Tensor) -> dict:
+    plain = nn.Linear(3, 4, bias=False).double()
+    found = at_outputs(-1)(plain, arguments, gradient)["weight"]
+    return {"w": found._replace(layout="gab")}
+
+
+class Scaled(nn.Module):
+    """A scale, a layer of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+@register(Scaled)
+class ScaledRule(Rule):
+    """Its block is exact."""
+
+    def shapes(self) -> dict[str, FactorShape]:
+        return {"scale": FactorShape.bias(4)}
+
+    def inputs(self, x: Tensor) -> None:
+        self.kept = x
+
+    def outputs(self, gradient: Tensor) -> None:
+        self.factors["scale"].output_moment.add((gradient * self.kept).sum(2).flatten(0, 1)[:, None])
+
+
+def conv(kind: type[nn.Module], *args: object, size: tuple[int, ...], **kwargs: object) -> Case:
+    return Case(lambda: kind(*args, **kwargs), ((args[0], *size),), at_outputs(1))
+
+
+def transposed(kind: type[nn.Module], *args: object, size: tuple[int, ...], **kwargs: object) -> Case:
+    return Case(lambda: kind(*args, **kwargs), ((args[0], *size),), at_inputs)
+
+
+def norm(kind: type[nn.Module], *args: object, shape: tuple[int, ...], moved: bool = False, **kwargs: object) -> Case:
+    return Case(lambda: kind(*args, **kwargs), (shape,), exact, second=moved, folded=moved)
+
+
+def table(kind: type[nn.Module], shape: tuple[int, ...], padded: bool = False, **kwargs: object) -> Case:
+    kwargs = kwargs | ({"padding_idx": 1} if padded else {})
+    twice = () if padded else ("expand",)
+    return Case(lambda: kind(WORDS, 3, **kwargs), (shape,), looked_up, words=True, twice=twice, copies=False)
+
+
+def attending(*shapes: tuple[int, ...], **kwargs: object) -> Case:
+    return Case(
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True, **kwargs), shapes, attention, second=True, one_call=False
+    )
+
+
+CASES = {
+    "Linear": Case(lambda: nn.Linear(3, 4), ((3,),), at_outputs(-1)),
+    "Linear, no bias": Case(lambda: nn.Linear(3, 4, bias=False), ((3,),), at_outputs(-1)),
+    "Linear, positions": Case(lambda: nn.Linear(3, 2), ((3, 3),), at_outputs(-1), second=True, folded=True),
+    "Linear, grid": Case(lambda: nn.Linear(2, 2), ((3, 2, 2),), at_outputs(-1), second=True),
+    "Bilinear": Case(lambda: nn.Bilinear(2, 3, 2), ((2,), (3,)), at_outputs(-1)),
+    "Bilinear, positions": Case(lambda: nn.Bilinear(2, 2, 3), ((3, 2), (3, 2)), at_outputs(-1)),
+    "Conv1d": conv(nn.Conv1d, 2, 3, 3, size=(4,)),
+    "Conv1d, all": conv(nn.Conv1d, 4, 4, 2, 2, 1, 2, 2, size=(7,), bias=False, padding_mode="replicate"),
+    "Conv1d, same": conv(nn.Conv1d, 2, 2, 4, size=(5,), padding="same", padding_mode="reflect"),
+    "Conv2d": conv(nn.Conv2d, 2, 3, 3, size=(4, 4)),
+    "Conv2d, zeros": conv(nn.Conv2d, 2, 2, 3, size=(3, 4), padding=1),
+    "Conv2d, stride": conv(nn.Conv2d, 1, 3, (3, 2), size=(6, 5), stride=(2, 1), padding=(1, 0)),
+    "Conv2d, dilation": conv(nn.Conv2d, 1, 2, (2, 3), size=(5, 6), dilation=(3, 2), padding=(1, 2)),
+    "Conv2d, groups": conv(nn.Conv2d, 4, 6, 2, size=(3, 3), groups=2),
+    "Conv2d, depthwise": conv(nn.Conv2d, 3, 3, 3, size=(3, 3), groups=3, padding=1, bias=False),
+    "Conv2d, circular": conv(nn.Conv2d, 2, 2, 3, size=(3, 4), padding=1, padding_mode="circular"),
+    "Conv2d, circular, stride": conv(
+        nn.Conv2d, 2, 2, (3, 1), size=(4, 4), stride=2, padding=(2, 1), padding_mode="circular"
+    ),
+    "Conv2d, circular, groups": conv(
+        nn.Conv2d, 4, 2, 3, size=(3, 3), padding="same", padding_mode="circular", groups=2
+    ),
+    "Conv2d, same, even": conv(nn.Conv2d, 1, 2, (2, 4), size=(4, 5), padding="same"),
+    "Conv2d, same, even, circular": conv(nn.Conv2d, 1, 2, (4, 2), size=(4, 4), padding="same", padding_mode="circular"),
+    "Conv2d, reflect": conv(nn.Conv2d, 1, 2, 3, size=(3, 4), padding=(2, 1), padding_mode="reflect", stride=2),
+    "Conv2d, replicate": conv(nn.Conv2d, 2, 2, 2, size=(3, 3), padding=1, padding_mode="replicate", dilation=2),
+    "Conv2d, positions of its own": conv(nn.Conv2d, 2, 3, 2, size=(2, 2)),
+    "Conv3d": conv(nn.Conv3d, 2, 2, 2, size=(2, 3, 2)),
+    "Conv3d, all": conv(nn.Conv3d, 2, 4, (1, 2, 2), (1, 2, 1), (0, 1, 1), (1, 1, 2), 2, size=(2, 3, 3)),
+    "Conv3d, same, circular": conv(nn.Conv3d, 1, 2, (2, 1, 3), size=(3, 2, 3), padding="same", padding_mode="circular"),
+    "ConvTranspose1d": transposed(nn.ConvTranspose1d, 2, 3, 3, size=(3,)),
+    "ConvTranspose1d, all": transposed(nn.ConvTranspose1d, 4, 4, 3, 2, 1, 1, 2, dilation=2, size=(3,), bias=False),
+    "ConvTranspose2d": transposed(nn.ConvTranspose2d, 2, 2, 2, size=(2, 3)),
+    "ConvTranspose2d, all": transposed(nn.ConvTranspose2d, 2, 4, (3, 2), 2, 1, 1, 2, size=(3, 2)),
+    "ConvTranspose3d": transposed(nn.ConvTranspose3d, 2, 2, (1, 2, 2), (1, 2, 1), (0, 1, 0), size=(2, 2, 2)),
+    "Embedding": table(nn.Embedding, (3,)),
+    "Embedding, one word": table(nn.Embedding, ()),
+    "Embedding, grid": table(nn.Embedding, (2, 2)),
+    "Embedding, padding": table(nn.Embedding, (4,), True),
+    "EmbeddingBag, sum": table(nn.EmbeddingBag, (3,), mode="sum"),
+    "EmbeddingBag, mean": table(nn.EmbeddingBag, (4,), True, mode="mean"),
+    "BatchNorm1d": norm(nn.BatchNorm1d, 4, shape=(4,)),
+    "BatchNorm1d, sequences": norm(nn.BatchNorm1d, 3, shape=(3, 4)),
+    "BatchNorm2d": norm(nn.BatchNorm2d, 3, 0.5, shape=(3, 2, 2)),
+    "BatchNorm3d": norm(nn.BatchNorm3d, 2, shape=(2, 2, 1, 3)),
+    "SyncBatchNorm": norm(nn.SyncBatchNorm, 3, shape=(3, 2, 2)),
+    "InstanceNorm1d": norm(nn.InstanceNorm1d, 3, affine=True, shape=(3, 4)),
+    "InstanceNorm2d": norm(nn.InstanceNorm2d, 3, 0.1, affine=True, shape=(3, 2, 3)),
+    "InstanceNorm2d, tracking": norm(nn.InstanceNorm2d, 3, affine=True, track_running_stats=True, shape=(3, 2, 3)),
+    "InstanceNorm3d": norm(nn.InstanceNorm3d, 2, affine=True, shape=(2, 2, 2, 2)),
+    "GroupNorm": norm(nn.GroupNorm, 2, 4, 0.1, shape=(4, 2, 2)),
+    "GroupNorm, vectors": norm(nn.GroupNorm, 3, 6, shape=(6,)),
+    "LayerNorm": norm(nn.LayerNorm, 5, 0.1, shape=(5,)),
+    "LayerNorm, positions": norm(nn.LayerNorm, 4, shape=(3, 4), moved=True),
+    "LayerNorm, axes": norm(nn.LayerNorm, (2, 3), bias=False, shape=(2, 2, 3)),
+    "RMSNorm": norm(nn.RMSNorm, 5, 0.1, shape=(5,)),
+    "RMSNorm, positions": norm(nn.RMSNorm, 4, shape=(3, 4), moved=True),
+    "RMSNorm, axes": norm(nn.RMSNorm, (2, 3), shape=(2, 2, 3)),
+    "PReLU": norm(nn.PReLU, shape=(3, 2)),
+    "PReLU, channels": norm(nn.PReLU, 3, shape=(3, 2, 2)),
+    "PReLU, vectors": norm(nn.PReLU, 4, shape=(4,)),
+    "MultiheadAttention": attending((3, 4), (3, 4), (3, 4)),
+    "MultiheadAttention, cross": attending((2, 4), (3, 4), (3, 4)),
+    "MultiheadAttention, sizes": attending((2, 4), (3, 3), (3, 2), kdim=3, vdim=2),
+    "FactoredLinear2d": Case(lambda: ella_nn.FactoredLinear2d(2, 3, 2, (2, 1)), ((2, 2, 2),), factored),
+    "FactoredLinear2d, one position": Case(lambda: ella_nn.FactoredLinear2d(2, 3, 2, 1), ((2, 2, 2),), factored),
+    "SparseFactoredLinear2d": Case(
+        lambda: ella_nn.SparseFactoredLinear2d(2, 2, 3, 3, num_anchors=4), ((2, 3, 3),), factored
+    ),
+    "SparseConv2d": Case(lambda: ella_nn.SparseConv2d(2, 3, 3, num_anchors=4), ((2, 3, 4),), at_outputs(1)),
+    "CircularConv2d": Case(lambda: ella_nn.CircularConv2d(2, 3, (3, 1)), ((2, 3, 3),), at_outputs(1)),
+    "StridedCircularConv2d": Case(lambda: ella_nn.StridedCircularConv2d(2, 3, 3), ((2, 4, 4),), through_pool),
+    "GroupFilter2d": Case(lambda: ella_nn.GroupFilter2d(2, 2, 3), ((2, 4, 3, 3),), at_outputs(1)),
+    "GroupFilter2d, common": Case(
+        lambda: ella_nn.GroupFilter2d(1, 2, 3, frames="common"), ((1, 4, 3, 3),), at_outputs(1)
+    ),
+    "GroupFilter2d, depthwise": Case(
+        lambda: ella_nn.GroupFilter2d(2, 2, 3, depthwise=True), ((2, 4, 3, 3),), at_outputs(1)
+    ),
+    "GroupFilter2d, apart": Case(
+        lambda: ella_nn.GroupFilter2d(2, 2, 3, mixes_slices=False), ((2, 4, 3, 3),), at_outputs(1)
+    ),
+    "a user's": Case(Mixed, ((2, 3),), mixed, reduce=False, twice=("expand",), copies=False),
+    "a user's, exact": Case(Scaled, ((3, 4),), exact, reduce=False, twice=("expand",), copies=False),
+}
+
+
+def close(found: Tensor, expected: Tensor, relative: float = 1e-9) -> None:
+    """Up to a share of the largest number."""
+    assert found.shape == expected.shape
+    torch.testing.assert_close(
+        found.double(), expected, rtol=relative, atol=relative * max(float(expected.abs().max()), 1e-9)
+    )
+
+
+def check(la: KronLaplace, oracle: Oracle, x: Tensor, relative: float = 1e-9) -> None:
+    """The factors, the evidence and the outputs' covariance."""
+    assert la.parameter_names == list(la.factors) == list(oracle.parameters)
+    for name, factor in la.factors.items():
+        inputs, outputs = oracle.factor(name, la.approximation)
+        close(factor.inputs, inputs, relative)
+        close(factor.outputs, outputs, relative)
+    close(la.log_marginal_likelihood(), oracle.evidence(la.approximation), relative)
+    close(la.functional_variance(x), oracle.covariance(la.approximation), relative)
+
+
+def fitted(model: nn.Module, x: Tensor, y: Tensor, size: int = 3, **options: object) -> KronLaplace:
+    """In batches of so many data points."""
+    return KronLaplace(model, prior_precision=PRIOR, **options).fit(
+        list(zip(x.split(size), y.split(size), strict=True))
+    )
+
+
+def rows(*needs: str) -> pytest.MarkDecorator:
+    """A test of all cases that serve these, in each of the approximations that they serve."""
+
+    def serves(case: Case, need: str, approximation: str) -> bool:
+        has = getattr(case, need)
+        return approximation in has if isinstance(has, tuple) else has
+
+    chosen = [
+        pytest.param(case, approximation, id=f"{name}-{approximation}")
+        for name, case in CASES.items()
+        for approximation in APPROXIMATIONS[: 1 + case.reduce]
+        if all(serves(case, need, approximation) for need in needs)
+    ]
+    return pytest.mark.parametrize(("case", "approximation"), chosen)
+
+
+@rows()
+def test_one_call(case, approximation):
+    """In batches, and with images and columns one by one; the evidence with its curvature inside the graph too."""
+    model = Network(case)
+    x, y = model.data()
+    oracle, before = Oracle(model, x, y), copy.deepcopy(model.state_dict())
+    la = fitted(model.train(), x, y, approximation=approximation)
+    assert model.training and all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    check(la, oracle, x)
+    check(fitted(model, x, y, 4, approximation=approximation, memory_budget=1), oracle, x)
+
+
+@rows("one_call")
+def test_the_evidence_inside_of_a_graph(case, approximation):
+    model = Network(case)
+    x, y = model.data()
+    la = KronLaplace(model, prior_precision=PRIOR, approximation=approximation)
+    close(exact_log_marginal_likelihood(la, x, y), Oracle(model, x, y).evidence(approximation))
+
+
+@rows("twice")
+def test_two_calls(case, approximation):
+    """Positions of both are shared positions."""
+    model = Network(case, calls=2)
+    x, y = model.data()
+    check(fitted(model, x, y, approximation=approximation), Oracle(model, x, y), x)
+
+
+@rows("twice")
+def test_a_weight_of_two_layers(case, approximation):
+    model = Network(case, calls=2, tied=True)
+    x, y = model.data()
+    check(fitted(model, x, y, approximation=approximation), Oracle(model, x, y), x)
+
+
+@rows("second")
+def test_the_batch_second(case, approximation):
+    model = Network(case, arrangement="second")
+    x, y = model.data()
+    check(fitted(model, x, y, approximation=approximation), Oracle(model, x, y), x)
+
+
+@rows("folded")
+def test_positions_folded_into_the_batch(case, approximation):
+    model = Network(case, arrangement="folded")
+    x, y = model.data()
+    check(fitted(model, x, y, approximation=approximation), Oracle(model, x, y), x)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["together", "in chunks"])
+@rows("copies")
+def test_copies(case, approximation, together):
+    copies = COPIES if together else MANY
+    model = averaged(case, copies)
+    x, y = model.network.data()
+    with model.augment.held() as eps:
+        oracle = Oracle(model, x, y, eps)
+        model.network.images.clear()
+        la = fitted(model, x, y, 4, approximation=approximation, memory_budget=1 << 30 if together else 1)
+        assert (max(model.network.images) == copies * len(x)) == together
+        check(la, oracle, x)
+
+
+@rows("copies", "one_call")
+def test_the_gradient_of_the_evidence(case, approximation):
+    """In the amounts of an augmentation, against central differences."""
+    model = averaged(case, COPIES)
+    x, y = model.network.data()
+    with model.augment.held() as eps:
+        found = evidence_gradient(fitted(model, x, y, approximation=approximation), [(x[:3], y[:3]), (x[3:], y[3:])])
+        raw, step, values = model.augment.raw, 1e-4, []
+        for sign in (1, -1):
+            raw += sign * step
+            values.append(Oracle(model, x, y, eps).evidence(approximation))
+            raw -= sign * step
+    close(found["augment.raw"].sum(), (values[0] - values[1]) / (2 * step), 1e-6)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_frozen_parameters(case):
+    """Each parameter of the layer by itself."""
+    names = [name for name, _ in Network(case).layers[0].named_parameters()]
+    for name in names if len(names) > 1 else ():
+        model = Network(case)
+        model.layers[0].get_parameter(name).requires_grad_(False)
+        x, y = model.data()
+        check(fitted(model, x, y), Oracle(model, x, y), x)
+
+
+@rows()
+def test_single_precision(case, approximation):
+    model = Network(case)
+    x, y = model.data()
+    oracle = Oracle(model, x, y)
+    single = x if case.words else x.float()
+    check(fitted(copy.deepcopy(model).float(), single, y, approximation=approximation), oracle, single, 2e-4)
+
+
+def test_every_registered_rule_has_a_row():
+    class Nobodys(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.secret = nn.Parameter(torch.ones(2, 2))
+
+    with pytest.raises(TypeError) as refusal:
+        KronLaplace(Nobodys())
+    names = str(refusal.value).rpartition("Layers with rules: ")[2].rstrip(".").split(", ")
+    package = {name for name in names if hasattr(nn, name) or hasattr(ella_nn, name)}
+    assert len(package) >= 25
+    assert package - {type(case.make()).__name__ for case in CASES.values()} == set()

@@ -210,7 +210,6 @@ class Case:
         copies: whether an averaged function is served.
         one_call: whether its factors are what one call adds, as gradients of the evidence need it.
         second, folded: whether the batch may be the second axis, or positions be folded into it.
-        autocast: whether the layer computes under autocast.
     """
 
     make: Callable[[], nn.Module]
@@ -223,7 +222,6 @@ class Case:
     one_call: bool = True
     second: bool = False
     folded: bool = False
-    autocast: bool = True
 
 
 class Network(nn.Module):
@@ -243,6 +241,7 @@ class Network(nn.Module):
         self.case, self.arrangement, self.calls = case, arrangement, calls
         self.recorded: list[tuple[nn.Module, tuple[Tensor, ...], Tensor]] | None = None
         self.images: list[int] = []
+        self.autocast: torch.dtype | None = None  # of the layer's call
         self.sizes = [math.prod(shape) for shape in case.shapes]
         if not case.words:
             self.first = nn.Linear(FEATURES, calls * sum(self.sizes))
@@ -296,8 +295,10 @@ class Network(nn.Module):
             moved = [a.transpose(0, 1) for a in arguments]
         elif self.arrangement == "folded":
             moved = [a.flatten(0, 1) for a in arguments]
-        out = layer(*moved)
+        with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+            out = layer(*moved)
         out = out[0] if isinstance(out, tuple) else out
+        out = out if self.autocast is None else out.float()
         if self.arrangement == "second":
             out = out.transpose(0, 1)
         elif self.arrangement == "folded":

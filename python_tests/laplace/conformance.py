@@ -315,7 +315,7 @@ class Shifts(Augment):
     """Copies of vectors, moved by ``eta * eps``."""
 
     def __init__(self, copies: int) -> None:
-        super().__init__(copies, [f"x{i}" for i in range(FEATURES)], 0.4, "shared", dtype=torch.float64)
+        super().__init__(copies, [f"x{i}" for i in range(FEATURES)], 0.8, "shared", dtype=torch.float64)
 
     def transform(self, x: Tensor, eps: Tensor, eta: Tensor) -> Tensor:
         return x[:, None] + eta * eps

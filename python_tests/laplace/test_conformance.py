@@ -28,7 +28,6 @@ from python_tests.laplace.conformance import (
 )
 
 APPROXIMATIONS = ("expand", "reduce")
-COPIES, MANY = 3, 16
 
 
 class Mixed(nn.Module):
@@ -163,7 +162,7 @@ CASES = {
     "InstanceNorm2d, tracking": norm(nn.InstanceNorm2d, 3, affine=True, track_running_stats=True, shape=(3, 2, 3)),
     "InstanceNorm3d": norm(nn.InstanceNorm3d, 2, affine=True, shape=(2, 2, 2, 2)),
     "GroupNorm": norm(nn.GroupNorm, 2, 4, 0.1, shape=(4, 2, 2)),
-    "GroupNorm, vectors": norm(nn.GroupNorm, 3, 6, shape=(6,)),
+    "GroupNorm, vectors": norm(nn.GroupNorm, 2, 6, 0.1, shape=(6,)),
     "LayerNorm": norm(nn.LayerNorm, 5, 0.1, shape=(5,)),
     "LayerNorm, positions": norm(nn.LayerNorm, 4, shape=(3, 4), moved=True),
     "LayerNorm, axes": norm(nn.LayerNorm, (2, 3), bias=False, shape=(2, 2, 3)),
@@ -184,9 +183,9 @@ CASES = {
     "SparseConv2d": Case(lambda: ella_nn.SparseConv2d(2, 3, 3, num_anchors=4), ((2, 3, 4),), at_outputs(1)),
     "CircularConv2d": Case(lambda: ella_nn.CircularConv2d(2, 3, (3, 1)), ((2, 3, 3),), at_outputs(1)),
     "StridedCircularConv2d": Case(lambda: ella_nn.StridedCircularConv2d(2, 3, 3), ((2, 4, 4),), through_pool),
-    "GroupFilter2d": Case(lambda: ella_nn.GroupFilter2d(2, 2, 3), ((2, 4, 3, 3),), at_outputs(1)),
+    "GroupFilter2d": Case(lambda: ella_nn.GroupFilter2d(1, 2, 3), ((1, 4, 3, 3),), at_outputs(1)),
     "GroupFilter2d, common": Case(
-        lambda: ella_nn.GroupFilter2d(1, 2, 3, frames="common"), ((1, 4, 3, 3),), at_outputs(1)
+        lambda: ella_nn.GroupFilter2d(1, 2, (1, 3), frames="own"), ((1, 4, 2, 3),), at_outputs(1)
     ),
     "GroupFilter2d, depthwise": Case(
         lambda: ella_nn.GroupFilter2d(2, 2, 3, depthwise=True), ((2, 4, 3, 3),), at_outputs(1)
@@ -314,32 +313,38 @@ def test_positions_folded_into_the_batch(case, approximation):
 POOLED = {"StridedCircularConv2d": ("expand",)}
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["together", "in chunks"])
-@rows("copies", wrong=POOLED)
-def test_copies(case, approximation, together):
-    copies = COPIES if together else MANY
+@functools.lru_cache(maxsize=2)
+def averages(case: Case, copies: int, count: int, moved: float = 0.0) -> tuple:
+    """As :func:`problem`, of a network averaged over copies, and the draws; ``moved`` is added to the amounts for the oracle alone."""
     model = averaged(case, copies)
-    x, y = model.network.data()
-    with model.augment.held() as eps:
-        oracle = Oracle(model, x, y, eps)
-        model.network.images.clear()
+    x, y = model.network.data(count)
+    eps = model.augment.draw(generator=torch.Generator().manual_seed(2))
+    model.augment.raw += moved
+    oracle = Oracle(model, x, y, eps)
+    model.augment.raw -= moved
+    return model, x, y, oracle, eps
+
+
+@pytest.mark.parametrize(("copies", "count"), [(3, 4), (16, 3)], ids=["together", "in chunks"])
+@rows("copies", wrong=POOLED)
+def test_copies(case, approximation, copies, count):
+    model, x, y, oracle, eps = averages(case, copies, count)
+    together = copies == 3
+    model.network.images.clear()
+    with model.augment.held(eps):
         la = fitted(model, x, y, 4, approximation=approximation, memory_budget=1 << 30 if together else 1)
-        assert (max(model.network.images) == copies * len(x)) == together
+        assert (max(model.network.images) == copies * count) == together
         check(la, oracle, x)
 
 
 @rows("copies", "one_call", wrong=POOLED)
 def test_the_gradient_of_the_evidence(case, approximation):
     """In the amounts of an augmentation, against central differences."""
-    model = averaged(case, COPIES)
-    x, y = model.network.data()
-    with model.augment.held() as eps:
+    step = 1e-4
+    values = [averages(case, 3, 4, sign * step)[3].evidence(approximation) for sign in (1, -1)]
+    model, x, y, _, eps = averages(case, 3, 4, -step)
+    with model.augment.held(eps):
         found = evidence_gradient(fitted(model, x, y, approximation=approximation), [(x[:3], y[:3]), (x[3:], y[3:])])
-        raw, step, values = model.augment.raw, 1e-4, []
-        for sign in (1, -1):
-            raw += sign * step
-            values.append(Oracle(model, x, y, eps).evidence(approximation))
-            raw -= sign * step
     close(found["augment.raw"].sum(), (values[0] - values[1]) / (2 * step), 1e-6)
 
 

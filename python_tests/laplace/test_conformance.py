@@ -185,7 +185,7 @@ CASES = {
     "StridedCircularConv2d": Case(lambda: ella_nn.StridedCircularConv2d(2, 3, 3), ((2, 4, 4),), through_pool),
     "GroupFilter2d": Case(lambda: ella_nn.GroupFilter2d(1, 2, 3), ((1, 4, 3, 3),), at_outputs(1)),
     "GroupFilter2d, common": Case(
-        lambda: ella_nn.GroupFilter2d(1, 2, (1, 3), frames="own"), ((1, 4, 2, 3),), at_outputs(1)
+        lambda: ella_nn.GroupFilter2d(1, 2, 3, frames="common"), ((1, 4, 3, 3),), at_outputs(1)
     ),
     "GroupFilter2d, depthwise": Case(
         lambda: ella_nn.GroupFilter2d(2, 2, 3, depthwise=True), ((2, 4, 3, 3),), at_outputs(1)

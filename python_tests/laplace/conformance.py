@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from ella_cuda.augment import Augment, AveragedFunction
 from python_tests.laplace.checks import randomised
@@ -134,7 +135,8 @@ def at_inputs(layer: nn.Module, arguments: Sequence[Tensor], gradient: Tensor) -
 
 def through_pool(layer: nn.Module, arguments: Sequence[Tensor], gradient: Tensor) -> dict[str, Blocks]:
     """A circular convolution of which one of four polyphase components is returned: gradients at all others are zero."""
-    plain = nn.Conv2d(*layer.weight.shape[1::-1], layer.kernel_size, padding="same", padding_mode="circular").double()
+    options = {"padding": "same", "padding_mode": "circular", "bias": layer.bias is not None}
+    plain = nn.Conv2d(*layer.weight.shape[1::-1], layer.kernel_size, **options).double()
     plain.load_state_dict(layer.state_dict())
     everywhere, out = plain(*arguments), layer(*arguments)
     full = gradient.new_zeros(*gradient.shape[:2], *everywhere.shape[1:])
@@ -151,7 +153,7 @@ def factored(layer: nn.Module, arguments: Sequence[Tensor], gradient: Tensor) ->
     if hasattr(layer, "basis_in"):
         into, onto = (basis.matrix().to(x) for basis in (layer.basis_in, layer.basis_out))
         x, g = x @ into.T, g @ onto.T
-    z = torch.einsum("ncx,dcx->ndc", x, u) + layer.bias_in[:, None]
+    z = torch.einsum("ncx,dcx->ndc", x, u) + (0 if layer.bias_in is None else layer.bias_in[:, None])
     dz = torch.einsum("kndy,dcy->kncd", g, v)
     return {
         "weight_in": Blocks("bga", [(x[:, None, c], dz[:, :, None, c]) for c in range(x.shape[1])], True),
@@ -242,6 +244,7 @@ class Network(nn.Module):
         self.recorded: list[tuple[nn.Module, tuple[Tensor, ...], Tensor]] | None = None
         self.images: list[int] = []
         self.autocast: torch.dtype | None = None  # of the layer's call
+        self.checkpointed = False
         self.sizes = [math.prod(shape) for shape in case.shapes]
         if not case.words:
             self.first = nn.Linear(FEATURES, calls * sum(self.sizes))
@@ -282,11 +285,13 @@ class Network(nn.Module):
             given = [[(x + i) % WORDS] for i in range(self.calls)]
         else:
             numbers = self._note(self.first, (x,), self.first(x)).tanh().split(self.sizes * self.calls, 1)
-            arguments = [part.unflatten(1, s) for part, s in zip(numbers, self.case.shapes * self.calls, strict=True)]
+            arguments = [
+                part.reshape(len(x), *s) for part, s in zip(numbers, self.case.shapes * self.calls, strict=True)
+            ]
             each = len(self.sizes)
             given = [arguments[i * each : (i + 1) * each] for i in range(self.calls)]
         out = [self._call(i, arguments) for i, arguments in enumerate(given)]
-        h = torch.tanh(torch.cat([o.flatten(1) for o in out], 1))
+        h = torch.tanh(torch.cat([o.reshape(len(x), -1) for o in out], 1))
         return self._note(self.head, (h,), self.head(h))
 
     def _call(self, i: int, arguments: list[Tensor]) -> Tensor:
@@ -296,7 +301,7 @@ class Network(nn.Module):
         elif self.arrangement == "folded":
             moved = [a.flatten(0, 1) for a in arguments]
         with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
-            out = layer(*moved)
+            out = checkpoint(layer, *moved, use_reentrant=False) if self.checkpointed else layer(*moved)
         out = out[0] if isinstance(out, tuple) else out
         out = out if self.autocast is None else out.float()
         if self.arrangement == "second":
@@ -334,6 +339,7 @@ class Oracle:
 
     Attributes:
         jacobians: by parameter, ``(N, K, P)``.
+        hessian: of the outputs, ``(N, K, K)``.
         ggn: by parameter, its dense block.
         weights: by parameter, the operands of those that have any.
 
@@ -362,8 +368,8 @@ class Oracle:
             name: torch.stack(parts).view(len(y), CLASSES, -1)
             for name, parts in zip(self.parameters, zip(*rows, strict=True), strict=True)
         }
-        hessian = root @ root.mT
-        self.ggn = {name: torch.einsum("nki,nkl,nlj->ij", j, hessian, j) for name, j in self.jacobians.items()}
+        self.hessian = root @ root.mT
+        self.ggn = {name: torch.einsum("nki,nkl,nlj->ij", j, self.hessian, j) for name, j in self.jacobians.items()}
         outs = [out for _, _, out in calls]
         columns = [torch.autograd.grad(logits, outs, root[..., k], retain_graph=True) for k in range(CLASSES)]
         self.weights: dict[str, Blocks] = {}
@@ -400,6 +406,11 @@ class Oracle:
         outputs = outputs.expand(len(inputs), -1, -1)
         blocks = torch.stack([torch.kron(a, b) for a, b in zip(inputs, outputs, strict=True)])
         return blocks + PRIOR * torch.eye(blocks.shape[1], dtype=torch.float64)
+
+    def whole(self) -> Tensor:
+        """The generalised Gauss-Newton matrix of all parameters, ``(P, P)``."""
+        j = torch.cat(list(self.jacobians.values()), 2)
+        return torch.einsum("nki,nkl,nlj->ij", j, self.hessian, j)
 
     def covariance(self, approximation: str) -> Tensor:
         """Of the linearised outputs, ``(N, K, K)``."""

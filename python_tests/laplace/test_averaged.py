@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.augment import AffineAugment, Augment, AveragedFunction
+from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.laplace import DiagLaplace, FactorShape, FullLaplace, KronLaplace, Rule, TangentModel, register
 from ella_cuda.laplace.copies import FEW
 from ella_cuda.laplace.curvature import CurvaturePass
@@ -134,15 +134,6 @@ def assert_same_factors(one: KronLaplace, other: KronLaplace) -> None:
         torch.testing.assert_close(factor.outputs, expected.outputs, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_copies_that_are_all_the_same_are_no_copies(name, approximation):
-    x, y = data()
-    model = AveragedFunction(network(name), Same(COPIES))
-    one = KronLaplace(model, approximation=approximation).fit([(x, y)])
-    assert_same_factors(one, KronLaplace(network(name), approximation=approximation).fit([(x, y)]))
-
-
 @pytest.mark.parametrize("name", ["conv", "fixup"])
 def test_one_copy_is_a_data_point(name):
     x, y = data()
@@ -150,98 +141,6 @@ def test_one_copy_is_a_data_point(name):
     la = KronLaplace(model).fit([(x, y)])
     moved = model.copies(x, la.state_dict()["draws"])[:, 0]
     assert_same_factors(la, KronLaplace(network(name)).fit([(moved, y)]))
-
-
-@pytest.mark.parametrize("copies", [1, COPIES])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_blocks_without_an_input_side_are_exact(name, copies, dense_ggn):
-    """Biases, norms and scales: the blocks of the averaged function's own Gauss-Newton matrix."""
-    x, y = data()
-    model = averaged(name, copies=copies)
-    plain, eps = held(model, name)
-    with model.augment.held(eps):
-        la = KronLaplace(model).fit([(x[:4], y[:4]), (x[4:], y[4:])])
-    expected = dense_ggn(plain, x, y)
-    bare = [n for n, factor in la.factors.items() if factor.input_moment is None]
-    assert bare or name == "sparse"
-    for parameter in bare:
-        found = la.factors[parameter].to_dense()[0]
-        torch.testing.assert_close(found, expected[parameter], rtol=1e-8, atol=1e-11, msg=parameter)
-
-
-def factors_by_hand(model: AveragedFunction, eps: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """A and B of the convolution and of the linear layer of "conv1", of one copy after the other, in plain torch."""
-    conv, linear = model.network[0], model.network[3]
-    n, copies = len(x), model.copies(x, eps)
-    images, outs, inputs, logits = [], [], [], []
-    for s in range(copies.shape[1]):
-        image = copies[:, s]
-        out = conv(image)
-        hidden = torch.tanh(out).flatten(1)
-        images.append(image)
-        outs.append(out)
-        inputs.append(hidden)
-        logits.append(linear(hidden))
-    mean = torch.stack(logits).mean(0)
-    p = mean.softmax(1)
-    root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]
-    patches = torch.stack([nn.functional.unfold(image, 3) for image in images]).mean(0)  # (N, 9, T)
-    seen = torch.stack(inputs).mean(0)
-    sides = [torch.einsum("nat,nbt->ab", patches, patches) / n, seen.T @ seen / n, 0, 0]
-    for k in range(CLASSES):
-        found = torch.autograd.grad(mean, [*outs, *logits], root[:, :, k].detach(), retain_graph=True)
-        g, h = (torch.stack(part).sum(0) for part in (found[: len(outs)], found[len(outs) :]))
-        sides[2] = sides[2] + torch.einsum("ndhw,nehw->de", g, g) / g[0, 0].numel()
-        sides[3] = sides[3] + h.T @ h
-    return tuple(t.detach() for t in sides)
-
-
-@pytest.mark.parametrize("budget", [1, None])
-@pytest.mark.parametrize("sampling", ["shared", "independent"])
-def test_means_over_copies_come_before_outer_products(sampling, budget):
-    x, y = data()
-    layers = nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(2 * (SIZE - 2) ** 2, CLASSES)
-    model = AveragedFunction(
-        nn.Sequential(*layers).double(), AffineAugment(COPIES, dtype=torch.float64, init=0.4, sampling=sampling)
-    )
-    n = len(x) if sampling == "independent" else 1
-    eps = model.augment.draw(n)
-    with model.augment.held(eps):  # of a batch of all data points, where each has its own
-        la = KronLaplace(model, memory_budget=budget)
-        la.fit([(x, y)])
-    of_conv, of_linear, to_conv, to_linear = factors_by_hand(model, eps, x)
-    for name, inputs, outputs in (("network.0.weight", of_conv, to_conv), ("network.3.weight", of_linear, to_linear)):
-        torch.testing.assert_close(la.factors[name].inputs[0], inputs, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(la.factors[name].outputs[0], outputs, rtol=1e-9, atol=1e-12)
-
-
-def test_a_single_point_of_linear_layers_at_equal_inputs_has_exact_blocks(dense_ggn):
-    """Where a layer's inputs are the same in all copies, the product of means is the block."""
-
-    class Noisy(nn.Module):
-        """A layer before the copies differ."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(2, 3), nn.Linear(3, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(torch.tanh(self.first(x[:, :2]) + x[:, 2:]))
-
-    class Shifts(Augment):
-        def transform(self, x: Tensor, eps: Tensor, eta: Tensor) -> Tensor:
-            moved = (eta * eps).expand(len(x), -1, -1)
-            return torch.cat([x[:, None, :2].expand(-1, eps.shape[1], -1), moved], 2)
-
-    torch.manual_seed(0)
-    model = AveragedFunction(Noisy().double(), Shifts(5, ("one", "two", "three"), 0.8, "shared", dtype=torch.float64))
-    x, y = torch.randn(1, 2).double(), torch.tensor([1])
-    plain, eps = held(model, "")
-    with model.augment.held(eps):
-        la = KronLaplace(model).fit([(x, y)])
-    block = la.factors["network.first.weight"].to_dense()[0]  # (input, output)
-    expected = dense_ggn(plain, x, y)["network.first.weight"].view(3, 2, 3, 2).permute(1, 0, 3, 2).reshape(6, 6)
-    torch.testing.assert_close(block, expected)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -427,20 +326,6 @@ def assert_equal_factors(one: KronLaplace, other: KronLaplace) -> None:
     torch.testing.assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("budget", [1, 1 << 12])  # columns go back one by one, and together
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_chunks_of_copies_are_all_copies(name, approximation, budget):
-    x, y = data(3)
-    model, seen = many(name), []
-    with model.augment.held():
-        whole = KronLaplace(model, approximation=approximation).fit([(x, y)])
-        parts = in_chunks(model, [(x, y)], seen, approximation=approximation, memory_budget=budget)
-    assert_equal_factors(parts, whole)
-    assert max(seen) <= FEW and min(seen) > 0
-    assert model.network is parts.model.network and all(rule.copies == MANY for rule in parts._rules)
-
-
 @pytest.mark.parametrize("options", [{"fisher": "mc"}, {"resolution": "per_channel"}, {"likelihood": "regression"}])
 @pytest.mark.parametrize("sampling", ["shared", "independent"])
 def test_chunks_of_each_data_points_own_copies(sampling, options):
@@ -465,20 +350,6 @@ def test_draws_of_both_passes_over_chunks_are_the_same():
     whole = KronLaplace(model).fit([(x, y)])
     assert_equal_factors(parts, whole)
     assert torch.equal(torch.get_rng_state(), after)
-
-
-@pytest.mark.parametrize("name", ["conv", "fixup", "norms"])
-def test_exact_blocks_by_chunks_are_the_dense_gauss_newton_matrix(name, dense_ggn):
-    x, y = data(3)
-    model = many(name)
-    plain, eps = held(model, name)
-    with model.augment.held(eps):
-        la = in_chunks(model, [(x, y)])
-    expected, bare = dense_ggn(plain, x, y), [n for n, f in la.factors.items() if f.input_moment is None]
-    for parameter in bare:
-        found = la.factors[parameter].to_dense()[0]
-        torch.testing.assert_close(found, expected[parameter], rtol=1e-8, atol=1e-11, msg=parameter)
-    assert bare
 
 
 def test_chunks_of_copies_give_the_data_fits_gradient():

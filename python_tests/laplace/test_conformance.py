@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import nn as ella_nn
-from ella_cuda.laplace import FactorShape, KronLaplace, Rule, evidence_gradient, exact_log_marginal_likelihood, register
+from ella_cuda.laplace import (
+    DiagLaplace,
+    FactorShape,
+    FullLaplace,
+    KronLaplace,
+    Rule,
+    evidence_gradient,
+    exact_log_marginal_likelihood,
+    register,
+)
 from python_tests.laplace.conformance import (
     PRIOR,
     WORDS,
@@ -171,11 +180,13 @@ CASES = {
     "RMSNorm, axes": norm(nn.RMSNorm, (2, 3), shape=(2, 2, 3)),
     "PReLU": norm(nn.PReLU, shape=(3, 2)),
     "PReLU, channels": norm(nn.PReLU, 3, shape=(3, 2, 2)),
+    "PReLU, numbers": norm(nn.PReLU, shape=()),
     "PReLU, vectors": norm(nn.PReLU, 4, shape=(4,)),
     "MultiheadAttention": attending((3, 4), (3, 4), (3, 4)),
     "MultiheadAttention, cross": attending((2, 4), (3, 4), (3, 4)),
     "MultiheadAttention, sizes": attending((2, 4), (3, 3), (3, 2), kdim=3, vdim=2),
     "FactoredLinear2d": Case(lambda: ella_nn.FactoredLinear2d(2, 3, 2, (2, 1)), ((2, 2, 2),), factored),
+    "FactoredLinear2d, no bias": Case(lambda: ella_nn.FactoredLinear2d(2, 2, 2, 2, bias=False), ((2, 2, 2),), factored),
     "FactoredLinear2d, one position": Case(lambda: ella_nn.FactoredLinear2d(2, 3, 2, 1), ((2, 2, 2),), factored),
     "SparseFactoredLinear2d": Case(
         lambda: ella_nn.SparseFactoredLinear2d(2, 2, 3, 3, num_anchors=4), ((2, 3, 3),), factored
@@ -183,6 +194,9 @@ CASES = {
     "SparseConv2d": Case(lambda: ella_nn.SparseConv2d(2, 3, 3, num_anchors=4), ((2, 3, 4),), at_outputs(1)),
     "CircularConv2d": Case(lambda: ella_nn.CircularConv2d(2, 3, (3, 1)), ((2, 3, 3),), at_outputs(1)),
     "StridedCircularConv2d": Case(lambda: ella_nn.StridedCircularConv2d(2, 3, 3), ((2, 4, 4),), through_pool),
+    "StridedCircularConv2d, norm": Case(
+        lambda: ella_nn.StridedCircularConv2d(2, 2, (1, 3), False, norm=1), ((2, 4, 2),), through_pool, copies=False
+    ),
     "GroupFilter2d": Case(lambda: ella_nn.GroupFilter2d(1, 2, 3), ((1, 4, 3, 3),), at_outputs(1)),
     "GroupFilter2d, common": Case(
         lambda: ella_nn.GroupFilter2d(1, 2, 3, frames="common"), ((1, 4, 3, 3),), at_outputs(1)
@@ -232,11 +246,9 @@ def problem(case: Case, calls: int = 1, tied: bool = False, arrangement: str = "
     return model, x, y, Oracle(model, x, y)
 
 
-def fitted(model: nn.Module, x: Tensor, y: Tensor, size: int = 3, **options: object) -> KronLaplace:
+def fitted(model: nn.Module, x: Tensor, y: Tensor, size: int = 3, kind: type = KronLaplace, **options: object):
     """In batches of so many data points."""
-    return KronLaplace(model, prior_precision=PRIOR, **options).fit(
-        list(zip(x.split(size), y.split(size), strict=True))
-    )
+    return kind(model, prior_precision=PRIOR, **options).fit(list(zip(x.split(size), y.split(size), strict=True)))
 
 
 def rows(*needs: str, wrong: dict[str, tuple[str, ...]] | None = None) -> pytest.MarkDecorator:
@@ -285,9 +297,13 @@ ONE_POSITION = {"FactoredLinear2d, one position": ("reduce",)}  # an AttributeEr
 
 @rows("twice", wrong=ONE_POSITION)
 def test_two_calls(case, approximation):
-    """Positions of both are shared positions."""
+    """Positions of both are shared positions, in checkpoints too."""
     model, x, y, oracle = problem(case, calls=2)
     check(fitted(model, x, y, approximation=approximation), oracle, x)
+    model.checkpointed = True
+    la = fitted(model, x, y, 4, approximation=approximation, memory_budget=1)
+    model.checkpointed = False
+    check_factors(la, oracle)
 
 
 # The first call counts twice where no layer has a bias by which a function's call is told from a layer's.
@@ -295,6 +311,23 @@ def test_two_calls(case, approximation):
 def test_a_weight_of_two_layers(case, approximation):
     model, x, y, oracle = problem(case, calls=2, tied=True)
     check(fitted(model, x, y, approximation=approximation), oracle, x)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "Factored" in name])
+def test_an_output_side_of_each_channel(name):
+    model, x, y, _ = problem(CASES[name])
+    oracle = Oracle(model, x, y)
+    oracle.weights = {n: blocks._replace(shared=False) for n, blocks in oracle.weights.items()}
+    check(fitted(model, x, y, resolution="per_channel"), oracle, x)
+    check_factors(fitted(model, x, y, 1, resolution="per_channel", memory_budget=1), oracle)
+
+
+@each_case
+def test_the_whole_matrix_and_its_diagonal(case):
+    model, x, y, oracle = problem(case)
+    expected = oracle.whole()
+    close(fitted(model, x, y, kind=FullLaplace).H, expected)
+    close(fitted(model, x, y, kind=DiagLaplace).H, expected.diagonal())
 
 
 @rows("second")
@@ -318,7 +351,8 @@ def averages(case: Case, copies: int, count: int, moved: float = 0.0) -> tuple:
     """As :func:`problem`, of a network averaged over copies, and the draws; ``moved`` is added to the amounts for the oracle alone."""
     model = averaged(case, copies)
     x, y = model.network.data(count)
-    eps = model.augment.draw(generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    eps = model.augment.draw(count, "shared" if copies == 3 else "independent", generator)
     model.augment.raw += moved
     oracle = Oracle(model, x, y, eps)
     model.augment.raw -= moved
@@ -344,7 +378,7 @@ def test_the_gradient_of_the_evidence(case, approximation):
     values = [averages(case, 3, 4, sign * step)[3].evidence(approximation) for sign in (1, -1)]
     model, x, y, _, eps = averages(case, 3, 4, -step)
     with model.augment.held(eps):
-        found = evidence_gradient(fitted(model, x, y, approximation=approximation), [(x[:3], y[:3]), (x[3:], y[3:])])
+        found = evidence_gradient(fitted(model, x, y, 4, approximation=approximation), [(x, y)])
     close(found["augment.raw"].sum(), (values[0] - values[1]) / (2 * step), 1e-6)
 
 

@@ -200,17 +200,3 @@ def test_memory_that_a_rule_does_not_own_is_not_changed(differentiates, device, 
     for name, factor in theirs.items():
         torch.testing.assert_close(ours[name].outputs, factor.outputs)
     torch.testing.assert_close(ours["branch.2.bias"].outputs.sum(), ours["beside.bias"].outputs.sum())
-
-
-def test_few_images_of_several_batches_go_together():
-    """On a GPU: as many as there is room for, an image counting as 32 times its bytes; never more than 1,024."""
-
-    class There(torch.Tensor):
-        is_cuda = True
-
-    model = torch.nn.Linear(3, 2)
-    with curvature_pass(model, rules_for(model, "shared"), 64 << 20) as run:
-        small, large = torch.zeros(4, 3), torch.zeros(4, 3, 64, 64)
-        assert run.merged_images(small) == 0
-        assert run.merged_images(small.as_subclass(There)) == 1024
-        assert run.merged_images(large.as_subclass(There)) == (64 << 20) // (32 * 3 * 64 * 64 * 4)

@@ -466,26 +466,6 @@ def test_one_column_is_right_on_average():
     torch.testing.assert_close(one, evidence_gradient(la, [(x, y)])["augment.raw"], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("name", SERVED)
-def test_central_differences_of_fits(name, approximation):
-    x, y = data(6)
-    x = F.interpolate(x, size=(3, 3), mode="area")
-    x = F.interpolate(x, size=(SIZE, SIZE), mode="bicubic", align_corners=True)  # smooth
-    model = averaged(name)
-    raw = model.augment.raw
-    with model.augment.held():
-        la = fitted(model, [(x, y)], approximation=approximation)
-        found = evidence_gradient(la, [(x, y)])["augment.raw"]
-        direction, h = torch.randn(len(raw), generator=torch.Generator().manual_seed(0)).double(), 1e-5
-        values = []
-        for step in (h, -2 * h):
-            raw += step * direction
-            values.append(fitted(model, [(x, y)], approximation=approximation).log_marginal_likelihood())
-        raw += h * direction
-    torch.testing.assert_close(found @ direction, (values[0] - values[1]) / (2 * h), rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("resolution", ["shared", "per_channel"])
 def test_bases_of_sparse_layers(resolution):
     """Lengthscales and anchors, with factors that follow them: as by autograd of the whole evidence."""

@@ -16,12 +16,9 @@ from torch import Tensor, nn
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.laplace import KronLaplace, chains, evidence_gradient, exact_log_marginal_likelihood
 from ella_cuda.laplace.chains import _largest, chain_of
-from ella_cuda.laplace.copies import FEW
 from ella_cuda.nn import SparseConv2d, SparseFactoredLinear2d
 from python_tests.laplace.rings import rings, trained
-from python_tests.laplace.test_averaged import CLASSES, COPIES, MANY, NETWORKS, SIZE, averaged, data, many, network
-
-SERVED = [name for name in NETWORKS if name not in ("twice", "sequence")]
+from python_tests.laplace.test_averaged import CLASSES, COPIES, MANY, SIZE, averaged, data, many, network
 
 
 def evidence_by_hand(
@@ -117,7 +114,7 @@ def test_it_does_not_depend_on_the_batches(size, budget):
 
 @pytest.mark.parametrize("approximation", ["expand", "reduce"])
 @pytest.mark.parametrize("columns", ["all", "one"])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", ["mlp", "conv", "norms", "sparse"])
 def test_chunks_of_copies_are_all_copies(name, columns, approximation):
     x, y = data(2 if columns == "all" else 1)  # signs are drawn for what goes together
     model, seen = many(name), []
@@ -133,8 +130,7 @@ def test_chunks_of_copies_are_all_copies(name, columns, approximation):
         batches = [(x, y)] if columns == "one" else [(x[:1], y[:1]), (x[1:], y[1:])]
         parts = evidence_gradient(la, batches, columns=columns, generator=next(generators))["augment.raw"]
     torch.testing.assert_close(parts, whole, rtol=1e-11, atol=1e-13 * float(whole.abs().max()))
-    assert max(seen) <= FEW and whole.abs().min() > 0
-    assert all(rule.copies == MANY for rule in la.present_rules())
+    assert max(seen) < MANY and whole.abs().min() > 0
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
@@ -436,10 +432,10 @@ def test_parts_of_the_data_are_right_on_average():
         evidence_gradient(
             la, list(zip(x.split(3), y.split(3), strict=True)), n_data=n, generator=torch.Generator().manual_seed(s)
         )
-        for n, s in itertools.product((2, 4), range(40))
+        for n, s in itertools.product((2, 4), range(16))
     ]
-    found = torch.stack([p["augment.raw"] for p in pairs]).unflatten(0, (2, 40))
-    error = found.std(1) / 40**0.5
+    found = torch.stack([p["augment.raw"] for p in pairs]).unflatten(0, (2, 16))
+    error = found.std(1) / 16**0.5
     assert ((found.mean(1) - whole).abs() < 5 * error).all()
 
 
@@ -456,9 +452,9 @@ def test_one_column_is_right_on_average():
     whole = evidence_gradient(la, [(x, y)])["augment.raw"]
     generator = torch.Generator().manual_seed(0)
     found = torch.stack(
-        [evidence_gradient(la, [(x, y)], columns="one", generator=generator)["augment.raw"] for _ in range(100)]
+        [evidence_gradient(la, [(x, y)], columns="one", generator=generator)["augment.raw"] for _ in range(40)]
     )
-    assert ((found.mean(0) - whole).abs() < 5 * found.std(0) / 100**0.5).all() and (found.std(0) > 0).all()
+    assert ((found.mean(0) - whole).abs() < 5 * found.std(0) / 40**0.5).all() and (found.std(0) > 0).all()
     # Of two classes there is one column, whose sign does not matter.
     two = AveragedFunction(nn.Sequential(network("mlp"), nn.Tanh(), nn.Linear(CLASSES, 2).double()), la.model.augment)
     la, y = fitted(two, [(x, y % 2)]), y % 2
@@ -547,7 +543,7 @@ def rings_by_hand(model: AveragedFunction, la: KronLaplace, kind: str) -> tuple[
     return total.item(), torch.autograd.grad(total, raw)[0].item()
 
 
-@pytest.mark.parametrize("degrees", [15, 30])
+@pytest.mark.parametrize("degrees", [30])
 def test_second_moments_over_copies_turn_the_sign_on_the_rings(degrees):
     """Where the likelihood alone falls with the amount, the evidence rises: with the whole matrix, and with factors of means over copies.
     With second moments over copies it falls, as it would with a program that takes copies for data points."""
@@ -569,20 +565,6 @@ def test_second_moments_over_copies_turn_the_sign_on_the_rings(degrees):
         model.augment.raw,
     )
     assert wrong.item() < 0
-
-
-def test_central_differences_on_the_rings():
-    model, la = trained(20, steps=200)
-    x, y = rings()
-    found, h, raw = evidence_gradient(la, [(x, y)])["augment.raw"].item(), 1e-5, model.augment.raw
-    values = []
-    for step in (h, -2 * h):
-        raw += step
-        values.append(
-            KronLaplace(model, prior_precision=la.prior_precision).fit([(x, y)]).log_marginal_likelihood().item()
-        )
-    raw += h
-    assert found == pytest.approx((values[0] - values[1]) / (2 * h), rel=1e-7)
 
 
 def test_what_is_refused():

@@ -52,6 +52,8 @@ class Mixed(nn.Module):
 
 @register(Mixed)
 class MixedRule(Rule):
+    batch_second = True
+
     def shapes(self) -> dict[str, FactorShape]:
         return {"w": FactorShape(1, 3, 4, 1, layout="gab")}
 
@@ -191,6 +193,12 @@ CASES = {
     "SparseFactoredLinear2d": Case(
         lambda: ella_nn.SparseFactoredLinear2d(2, 2, 3, 3, num_anchors=4), ((2, 3, 3),), factored
     ),
+    "SparseFactoredLinear2d, exponential": Case(
+        lambda: ella_nn.SparseFactoredLinear2d(1, 2, 3, 2, basis="exponential"), ((1, 3, 3),), factored
+    ),
+    "SparseConv2d, exponential": Case(
+        lambda: ella_nn.SparseConv2d(2, 2, 3, basis="exponential"), ((2, 3, 3),), at_outputs(1)
+    ),
     "SparseConv2d": Case(lambda: ella_nn.SparseConv2d(2, 3, 3, num_anchors=4), ((2, 3, 4),), at_outputs(1)),
     "CircularConv2d": Case(lambda: ella_nn.CircularConv2d(2, 3, (3, 1)), ((2, 3, 3),), at_outputs(1)),
     "StridedCircularConv2d": Case(lambda: ella_nn.StridedCircularConv2d(2, 3, 3), ((2, 4, 4),), through_pool),
@@ -207,7 +215,7 @@ CASES = {
     "GroupFilter2d, apart": Case(
         lambda: ella_nn.GroupFilter2d(2, 2, 3, mixes_slices=False), ((2, 4, 3, 3),), at_outputs(1)
     ),
-    "a user's": Case(Mixed, ((2, 3),), mixed, reduce=False, twice=("expand",), copies=False),
+    "a user's": Case(Mixed, ((2, 3),), mixed, second=True, folded=True, reduce=False, twice=("expand",), copies=False),
     "a user's, exact": Case(Scaled, ((3, 4),), exact, reduce=False, twice=("expand",), copies=False),
 }
 
@@ -333,7 +341,9 @@ def test_the_whole_matrix_and_its_diagonal(case):
 @rows("second")
 def test_the_batch_second(case, approximation):
     model, x, y, oracle = problem(case, arrangement="second")
-    check(fitted(model, x, y, approximation=approximation), oracle, x)
+    check(la := fitted(model, x, y, approximation=approximation), oracle, x)
+    if case.one_call:
+        close(exact_log_marginal_likelihood(la, x, y), oracle.evidence(approximation))
 
 
 @rows("folded")

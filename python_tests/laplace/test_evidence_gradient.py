@@ -17,60 +17,7 @@ from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.laplace import KronLaplace, chains, evidence_gradient, exact_log_marginal_likelihood
 from ella_cuda.laplace.chains import _largest, chain_of
 from ella_cuda.nn import SparseConv2d, SparseFactoredLinear2d
-from python_tests.laplace.rings import rings, trained
 from python_tests.laplace.test_averaged import CLASSES, COPIES, MANY, SIZE, averaged, data, many, network
-
-
-def evidence_by_hand(
-    model: AveragedFunction, eps: Tensor, x: Tensor, y: Tensor, delta: Tensor, noise: float | None
-) -> Tensor:
-    """Of a convolution, tanh and a linear layer, with factors written out in plain torch, as a function of ``model.augment.raw``.
-
-    noise: of a Gaussian likelihood; None is softmax.
-    """
-    conv, linear = model.network[0], model.network[3]
-    copies = model.augment.transform(x, eps, F.softplus(model.augment.raw))
-    n, s = copies.shape[:2]
-    images = copies.flatten(0, 1)
-    out = F.conv2d(images, conv.weight, conv.bias)
-    hidden = torch.tanh(out).flatten(1)
-    logits = hidden @ linear.weight.T + linear.bias
-    mean = logits.unflatten(0, (n, s)).mean(1)
-    if noise is None:
-        p = mean.softmax(1)
-        root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]
-        log_likelihood = -F.cross_entropy(mean, y, reduction="sum")
-    else:
-        root = torch.eye(CLASSES).double().expand(n, -1, -1) / noise
-        log_likelihood = torch.distributions.Normal(mean, noise).log_prob(y).sum()
-
-    def over_copies(rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (n, s))
-
-    patches, inputs = over_copies(F.unfold(images, 3)).mean(1), over_copies(hidden).mean(1)
-    a = [torch.einsum("nat,nbt->ab", patches, patches) / n, torch.ones(1, 1).double(), inputs.T @ inputs / n]
-    b = [torch.zeros(2, 2).double(), torch.zeros(2, 2).double(), torch.zeros(CLASSES, CLASSES).double()]
-    for k in range(CLASSES):
-        g, h = torch.autograd.grad(mean, [out, logits], root[:, :, k], create_graph=True)
-        g, h = over_copies(g).sum(1).flatten(2), over_copies(h).sum(1)
-        b[0] = b[0] + torch.einsum("ndt,net->de", g, g) / g.shape[2]
-        b[1] = b[1] + g.sum(2).T @ g.sum(2)
-        b[2] = b[2] + h.T @ h
-    total = log_likelihood
-    sides = zip([*a, a[1]], [*b, b[2]], delta, [conv.weight, conv.bias, linear.weight, linear.bias], strict=True)
-    for inputs_side, outputs_side, precision, parameter in sides:
-        block = torch.kron(inputs_side, outputs_side) / precision
-        log_det = torch.logdet(block + torch.eye(len(block)).double())
-        total = total - 0.5 * (log_det + precision * parameter.detach().square().sum())
-    return total
-
-
-def plain_model(sampling: str = "shared") -> AveragedFunction:
-    torch.manual_seed(3)
-    layers = nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(2 * (SIZE - 2) ** 2, CLASSES)
-    return AveragedFunction(
-        nn.Sequential(*layers).double(), AffineAugment(COPIES, init=0.3, sampling=sampling, dtype=torch.float64)
-    )
 
 
 def fitted(model: nn.Module, loader, **options) -> KronLaplace:
@@ -78,26 +25,6 @@ def fitted(model: nn.Module, loader, **options) -> KronLaplace:
     return KronLaplace(model, prior_precision=torch.linspace(0.5, 2, len(list(model.parameters()))), **options).fit(
         loader
     )
-
-
-@pytest.mark.parametrize("noise", [None, 0.7])
-@pytest.mark.parametrize("sampling", ["shared", "independent"])
-def test_it_is_autograds(sampling, noise):
-    x, y = data()
-    y = y if noise is None else torch.randn(len(x), CLASSES, generator=torch.Generator().manual_seed(2)).double()
-    model = plain_model(sampling)
-    eps = model.augment.draw(len(x) if sampling == "independent" else 1)
-    options = {} if noise is None else {"likelihood": "regression", "sigma_noise": noise}
-    with model.augment.held(eps):
-        la = fitted(model, [(x, y)], **options)
-        found = evidence_gradient(la, [(x, y)])
-    raw = model.augment.raw.requires_grad_()
-    value = evidence_by_hand(model, eps, x, y, la.prior_precision, noise)
-    (expected,) = torch.autograd.grad(value, raw)
-    raw.requires_grad_(False)
-    torch.testing.assert_close(la.log_marginal_likelihood(), value.detach(), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found["augment.raw"], expected, rtol=1e-9, atol=1e-10)
-    assert expected.abs().min() > 1e-3
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 20])
@@ -491,80 +418,6 @@ def test_single_precision():
         single = evidence_gradient(fitted(model, [(x.float(), y)]), [(x.float(), y)])["augment.raw"]
     assert single.dtype == torch.float64
     torch.testing.assert_close(single, double, rtol=1e-3, atol=1e-4)
-
-
-def rings_by_hand(model: AveragedFunction, la: KronLaplace, kind: str) -> tuple[float, float]:
-    """The evidence and its gradient in the amount: with the whole matrix ("full"), factors of means over copies ("mean"), or, which is
-    wrong, factors of second moments, copies as data points ("second")."""
-    x, y = rings()
-    raw, (first, _, second) = model.augment.raw.detach().clone().requires_grad_(), model.network
-    copies = model.augment.transform(x, model.augment.draw(), raw)
-    n, s = copies.shape[:2]
-    inputs = [copies.flatten(0, 1)]
-    hidden = first(inputs[0])
-    inputs.append(torch.tanh(hidden))
-    logits = second(inputs[1])
-    mean = logits.unflatten(0, (n, s)).mean(1)
-    p = mean.softmax(1)
-    root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]
-    columns = [torch.autograd.grad(mean, [hidden, logits], root[:, :, k], create_graph=True) for k in range(2)]
-    one, delta = torch.ones(1, 1).double(), la.prior_precision
-
-    def over_copies(rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (n, s))
-
-    def log_det(matrix: Tensor, precision: Tensor) -> Tensor:
-        return torch.logdet(matrix / precision.sqrt() / precision.sqrt()[..., None] + torch.eye(len(matrix)).double())
-
-    total = -F.cross_entropy(mean, y, reduction="sum")
-    if kind == "full":
-        rows = []
-        for g in columns:
-            parts = [
-                torch.einsum("nsi,nsj->nij", over_copies(gi), over_copies(a)) for gi, a in zip(g, inputs, strict=True)
-            ]
-            rows.append(
-                torch.cat(
-                    [f.flatten(1) for p, gi in zip(parts, g, strict=True) for f in (p, over_copies(gi).sum(1))], 1
-                )
-            )
-        jacobian = torch.cat(rows)
-        precision = torch.cat([d.expand(p.numel()) for d, p in zip(delta, model.parameters(), strict=True)])
-        total = total - 0.5 * log_det(jacobian.T @ jacobian, precision)
-    for i, a in enumerate(inputs) if kind != "full" else ():
-        if kind == "mean":
-            a, g = over_copies(a).mean(1), [over_copies(c[i]).sum(1) for c in columns]
-            sides = a.T @ a / n, sum(r.T @ r for r in g)
-        else:
-            sides = a.T @ a / (n * s), sum(c[i].T @ c[i] for c in columns) * s
-        for side, precision in zip((sides[0], one), delta[2 * i :], strict=False):
-            block = torch.kron(side, sides[1])
-            total = total - 0.5 * log_det(block, precision.expand(len(block)))
-    return total.item(), torch.autograd.grad(total, raw)[0].item()
-
-
-@pytest.mark.parametrize("degrees", [30])
-def test_second_moments_over_copies_turn_the_sign_on_the_rings(degrees):
-    """Where the likelihood alone falls with the amount, the evidence rises: with the whole matrix, and with factors of means over copies.
-    With second moments over copies it falls, as it would with a program that takes copies for data points."""
-    model, la = trained(degrees)
-    x, y = rings()
-    found = {kind: rings_by_hand(model, la, kind) for kind in ("full", "mean", "second")}
-    ours = evidence_gradient(la, [(x, y)])["augment.raw"].item()
-    assert ours == pytest.approx(found["mean"][1], rel=1e-6)
-    assert found["full"][1] > 0.5 and ours > 0.5 and found["second"][1] < -0.5
-    wrong = torch.autograd.functional.jacobian(
-        lambda raw: (
-            -F.cross_entropy(
-                model.network(model.augment.transform(x, model.augment.draw(), raw).flatten(0, 1))
-                .unflatten(0, (len(x), -1))
-                .mean(1),
-                y,
-            )
-        ),
-        model.augment.raw,
-    )
-    assert wrong.item() < 0
 
 
 def test_what_is_refused():

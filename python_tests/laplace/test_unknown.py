@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 import warnings
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, TangentModel, exact_log_marginal_likelihood
-from ella_cuda.laplace.curvature import _differentiable_recurrence
 from python_tests.laplace import checks
 
 IMAGES, CLASSES = 6, 3
@@ -253,22 +251,6 @@ def test_one_sampled_column_is_right_on_average(data, dense_ggn):
 def test_the_exact_evidence_refuses_them(data):
     with pytest.raises(ValueError, match=r"layer '\(the model itself\)' \(Tokens\) has no rule of its own"):
         exact_log_marginal_likelihood(KronLaplace(checks.randomised(Tokens()), unknown="diagonal"), *data)
-
-
-def test_recurrent_layers_run_without_cudnn_and_put_it_back(monkeypatch):
-    """On CUDA, where cuDNN's have no gradients in evaluation mode; here the layer only says that it is there."""
-    layer = nn.GRU(3, 2, batch_first=True)
-    monkeypatch.setattr(layer, "parameters", lambda recurse=True: [types.SimpleNamespace(is_cuda=True)])
-    seen, forward = [], layer.forward
-    monkeypatch.setattr(layer, "forward", lambda x: seen.append(torch.backends.cudnn.enabled) or forward(x))
-    with _differentiable_recurrence(layer):
-        layer(torch.randn(2, 4, 3))
-        assert seen == [False] and torch.backends.cudnn.enabled
-        with pytest.raises(RuntimeError):
-            layer(torch.randn(2, 4, 5))
-        assert seen == [False] * 2 and torch.backends.cudnn.enabled
-    layer(torch.randn(2, 4, 3))
-    assert seen == [False, False, True]
 
 
 class OfNumbers(nn.Module):

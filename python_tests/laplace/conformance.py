@@ -181,7 +181,7 @@ def attention(layer: nn.Module, arguments: Sequence[Tensor], gradient: Tensor) -
     weights = (
         layer.in_proj_weight.chunk(3) if packed else (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
     )
-    shifts = layer.in_proj_bias.chunk(3)
+    shifts = (0, 0, 0) if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
     inputs = [x.detach() for x in arguments]
     inner = [(x @ w.T + s).detach().requires_grad_() for x, w, s in zip(inputs, weights, shifts, strict=True)]
     q, k, v = (t.unflatten(2, (heads, -1)).transpose(1, 2) for t in inner)

@@ -22,38 +22,18 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 class Attention(nn.Module):
-    """A head on an attention of torch's.
+    """A head on a self-attention of torch's."""
 
-    ``mode``: "self"; "cross", where the keys are the values; "apart", where query, key and value are three tensors.
-    """
-
-    def __init__(self, mode: str = "self", times: int = 1, **kwargs: object) -> None:
+    def __init__(self, call: dict[str, object] | None = None, checkpointed: bool = False, **kwargs: object) -> None:
         super().__init__()
-        self.mode, self.times, self.batch_first = mode, times, bool(kwargs.get("batch_first", True))
-        self.call: dict[str, object] = {}
-        self.attention = nn.MultiheadAttention(WIDTH, 2, **{"batch_first": True, **kwargs})
-        self.keys, self.values = (nn.Linear(WIDTH, size) for size in (self.attention.kdim, self.attention.vdim))
-        self.head, self.checkpointed = nn.Linear(WIDTH, CLASSES), False
+        self.call, self.checkpointed = call or {}, checkpointed
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, **kwargs)
+        self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x if self.batch_first else x.transpose(0, 1)
-        for _ in range(self.times):
-            if self.mode == "self":
-                args = (h, h, h)
-            else:
-                k = self.keys(h).sin()
-                args = (h, k, k if self.mode == "cross" else self.values(h).sin())
-            attend = partial(self.attention, **self.call)
-            h = (checkpoint(attend, *args, use_reentrant=False) if self.checkpointed else attend(*args))[0]
-        return self.head(h.sin().mean(1 if self.batch_first else 0))
-
-    def unused(self) -> Attention:
-        """Without what the mode does not use."""
-        if self.mode == "self":
-            del self.keys, self.values
-        elif self.mode == "cross":
-            del self.values
-        return self
+        attend = partial(self.attention, **self.call)
+        h = checkpoint(attend, x, x, x, use_reentrant=False) if self.checkpointed else attend(x, x, x)
+        return self.head(h[0].sin().mean(1))
 
 
 def exact_blocks(la: KronLaplace) -> list[str]:
@@ -66,20 +46,25 @@ def assert_exact(la: KronLaplace, dense: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "call",
+    "settings",
     [
-        {"need_weights": False},
-        {"average_attn_weights": False},
-        {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)},
-        {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "is_causal": True, "need_weights": False},
-        {"attn_mask": torch.linspace(-1, 1, 25, dtype=torch.float64).view(5, 5)},
+        {"call": {"need_weights": False}},
+        {"call": {"average_attn_weights": False}},
+        {"call": {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)}},
+        {"call": {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "is_causal": True, "need_weights": False}},
+        {"call": {"attn_mask": torch.linspace(-1, 1, 25, dtype=torch.float64).view(5, 5)}},
+        {"add_zero_attn": True},
+        # As transformer layers call it: torch then has fused kernels, which save other tensors than plain products do.
+        {"call": {"need_weights": False}, "checkpointed": True},
     ],
-    ids=["no weights", "weights of heads", "mask", "causal", "additive mask"],
+    ids=["no weights", "weights of heads", "mask", "causal", "additive mask", "a row of zeros", "checkpoint"],
 )
-def test_whatever_the_call_asks_for(call, data, dense_ggn):
-    model = checks.randomised(Attention().unused())
-    model.call = call
-    assert_exact(KronLaplace(model).fit([data]), dense_ggn(model, *data))
+@pytest.mark.parametrize("budget", [None, 1])
+def test_whatever_the_call_asks_for(settings, budget, data, dense_ggn):
+    model = checks.randomised(Attention(**settings))
+    la = KronLaplace(model, memory_budget=budget).fit([data])
+    model.checkpointed = False
+    assert_exact(la, dense_ggn(model, *data))
 
 
 class Mixed(nn.Module):
@@ -99,17 +84,8 @@ def test_calls_with_one_input_and_with_several_are_refused(data):
         KronLaplace(Mixed().double()).fit([data])
 
 
-def test_a_checkpoint_around_an_attention_that_returns_no_weights(data, dense_ggn):
-    """As transformer layers call it: torch then has fused kernels, which save other tensors than plain products do."""
-    model = checks.randomised(Attention().unused())
-    model.call, dense = {"need_weights": False}, dense_ggn(model, *data)
-    model.checkpointed = True
-    for budget in (1, None):
-        assert_exact(KronLaplace(model, memory_budget=budget).fit([data]), dense)
-
-
 def test_biases_of_keys_and_values_are_unknown(data, dense_ggn):
-    model = checks.randomised(Attention(add_bias_kv=True).unused())
+    model = checks.randomised(Attention(add_bias_kv=True))
     with pytest.raises(TypeError, match=r"'bias_k', 'bias_v'.*unknown='freeze'"):
         KronLaplace(model)
     la = KronLaplace(model, unknown="diagonal").fit([data])
@@ -167,8 +143,7 @@ def test_the_fast_path_is_off_during_a_fit(data):
 
 
 def test_a_failing_forward_leaves_the_model_as_it_was(data):
-    model = checks.randomised(Attention().unused())
-    model.call = {"attn_mask": torch.zeros(2, 2)}
+    model = checks.randomised(Attention({"attn_mask": torch.zeros(2, 2)}))
     with pytest.raises(RuntimeError, match="attn_mask"):
         KronLaplace(model).fit([data])
     assert "forward" not in vars(model.attention) and not model.attention._forward_hooks
@@ -189,22 +164,21 @@ def test_sequences_without_a_batch_are_refused():
 
 def test_the_exact_evidence_refuses_attention(data):
     with pytest.raises(ValueError, match=r"'attention' \(MultiheadAttention\) has its projections inside"):
-        exact_log_marginal_likelihood(KronLaplace(checks.randomised(Attention().unused())), *data)
+        exact_log_marginal_likelihood(KronLaplace(checks.randomised(Attention())), *data)
 
 
 def test_other_modes_of_torchs_functions_are_no_obstacle(data):
     """Such as that of a device, which a mode hands on functions as a whole to."""
-    model = checks.randomised(Attention().unused())
+    model = checks.randomised(Attention())
     expected = KronLaplace(model).fit([data])
     with torch.device("cpu"):
         la = KronLaplace(model).fit([data])
     torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood())
 
 
-@pytest.mark.parametrize("mode", ["self", "cross", "apart"])
-def test_learned_keys_and_values_beside_the_projections(mode: str, data: tuple[Tensor, Tensor]) -> None:
+def test_learned_keys_and_values_beside_the_projections(data):
     """By gradients of single data points, which go through the projections under vmap."""
-    model = checks.randomised(Attention(mode, add_bias_kv=True).unused())
+    model = checks.randomised(Attention(add_bias_kv=True))
     x = data[0].double()
     la = FullLaplace(model, "regression").fit([(x, torch.zeros(IMAGES, CLASSES, dtype=torch.float64))])
     values = {name: p.detach() for name, p in model.named_parameters()}

@@ -185,6 +185,7 @@ CASES = {
     "PReLU, numbers": norm(nn.PReLU, shape=()),
     "PReLU, vectors": norm(nn.PReLU, 4, shape=(4,)),
     "MultiheadAttention": attending((3, 4), (3, 4), (3, 4)),
+    "MultiheadAttention, no biases": attending((2, 4), (2, 4), (2, 4), bias=False),
     "MultiheadAttention, cross": attending((2, 4), (3, 4), (3, 4)),
     "MultiheadAttention, sizes": attending((2, 4), (3, 3), (3, 2), kdim=3, vdim=2),
     "FactoredLinear2d": Case(lambda: ella_nn.FactoredLinear2d(2, 3, 2, (2, 1)), ((2, 2, 2),), factored),

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ella_cuda.laplace import FactorShape, FullLaplace, KronLaplace, Rule, register
 from ella_cuda.laplace.tangent import rounding_of
@@ -68,27 +67,6 @@ def test_a_parameter_that_is_frozen_may_be_used_anywhere():
     model = Tied("after").double()
     model.layer.weight.requires_grad_(False)
     assert list(KronLaplace(model).fit([labelled(3)]).factors) == ["layer.bias", "last.weight", "last.bias"]
-
-
-class Recomputed(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers, self.last = layers, nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.last(checkpoint(self.layers, x, use_reentrant=False))
-
-
-@pytest.mark.parametrize("memory_budget", [None, 1])
-@pytest.mark.parametrize("middle", [nn.Tanh(), nn.ReLU(), nn.ReLU(inplace=True)])
-def test_layers_that_a_checkpoint_recomputes_are_seen_once(middle, memory_budget):
-    layers = nn.Sequential(nn.Linear(3, 4), middle, nn.Linear(4, 4), nn.Tanh())
-    model, batch = Recomputed(layers).double(), labelled(3)
-    la = KronLaplace(model, memory_budget=memory_budget).fit([batch])
-    expected = KronLaplace(nn.Sequential(layers, model.last), memory_budget=memory_budget).fit([batch])
-    for ours, theirs in zip(la.factors.values(), expected.factors.values(), strict=True):
-        torch.testing.assert_close(ours.outputs, theirs.outputs)
-        torch.testing.assert_close(ours.inputs, theirs.inputs)
 
 
 @pytest.mark.parametrize("change", [lambda p: p / p.norm(), lambda p: 2 * p, lambda p: p.detach(), lambda p: p.clone()])

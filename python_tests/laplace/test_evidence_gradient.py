@@ -1,4 +1,4 @@
-"""The evidence's gradient by cotangents, beside autograd of the evidence, central differences, and wrong ones."""
+"""Hypergradients of the evidence: batches, chunks of copies, chains of layers, random parts of the data, and refusals."""
 
 from __future__ import annotations
 
@@ -389,14 +389,18 @@ def test_one_column_is_right_on_average():
     torch.testing.assert_close(one, evidence_gradient(la, [(x, y)])["augment.raw"], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("resolution", ["shared", "per_channel"])
-def test_bases_of_sparse_layers(resolution):
+@pytest.mark.parametrize(
+    ("resolution", "likelihood", "noise"), [("shared", "classification", 1.0), ("per_channel", "regression", 0.7)]
+)
+def test_bases_of_sparse_layers(resolution, likelihood, noise):
     """Lengthscales and anchors, with factors that follow them: as by autograd of the whole evidence."""
     torch.manual_seed(3)
     layers = SparseFactoredLinear2d(1, 2, SIZE, SIZE), nn.Tanh(), SparseConv2d(2, 2), nn.Tanh(), nn.Flatten()
     model = nn.Sequential(*layers, nn.Linear(2 * SIZE * SIZE, CLASSES)).double()
     x, y = data()
-    la = fitted(model, list(zip(x.split(4), y.split(4), strict=True)), resolution=resolution)
+    y = y if likelihood == "classification" else torch.randn(len(x), CLASSES, dtype=torch.float64)
+    options = {"resolution": resolution, "likelihood": likelihood, "sigma_noise": noise}
+    la = fitted(model, list(zip(x.split(4), y.split(4), strict=True)), **options)
     names = [n for n, _ in model.named_buffers() if n.endswith(("anchors", "inverse_lengthscale"))]
     found = evidence_gradient(la, list(zip(x.split(5), y.split(5), strict=True)), names)
     buffers = [model.get_buffer(name).requires_grad_() for name in names]

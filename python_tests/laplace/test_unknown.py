@@ -235,17 +235,13 @@ def test_they_are_saved_added_to_and_listed(unknown, data):
 
 
 def test_one_sampled_column_is_right_on_average(data, dense_ggn):
-    model = checks.randomised(Tokens())
-    dense = dense_ggn(model, *data)
-    la = KronLaplace(model, unknown="diagonal", fisher="mc")
-    generator = torch.Generator().manual_seed(0)
-    draws = []
-    for _ in range(400):
-        la.fit([data], generator=generator)
-        draws.append(la.factors["position"].to_dense().flatten())
-    draws = torch.stack(draws)
-    error = (draws.mean(0) - dense["position"].diagonal()).abs() / (draws.std(0) / 20 + 1e-12)
-    assert error.max() < 4.5
+    """Of as many data points as draws."""
+    model, draws = checks.randomised(Tokens()), 1000
+    expected = dense_ggn(model, *data)["position"].diagonal()
+    repeated = [t.repeat(draws, *[1] * (t.dim() - 1)) for t in data]
+    la = KronLaplace(model, unknown="diagonal", fisher="mc").fit([repeated], generator=torch.Generator().manual_seed(0))
+    found = la.factors["position"].to_dense().flatten() / draws
+    assert 0 < (found - expected).abs().max() < 0.1 * expected.mean()
 
 
 def test_the_exact_evidence_refuses_them(data):

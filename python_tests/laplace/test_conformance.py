@@ -380,6 +380,9 @@ def test_copies(case, approximation, copies, count):
         la = fitted(model, x, y, 4, approximation=approximation, memory_budget=1 << 30 if together else 1)
         assert (max(model.network.images) == copies * count) == together
         check(la, oracle, x)
+        if together and approximation == "expand":
+            close(fitted(model, x, y, kind=FullLaplace).H, oracle.whole())
+            close(fitted(model, x, y, kind=DiagLaplace).H, oracle.whole().diagonal())
 
 
 @rows("copies", "one_call", wrong=POOLED)

@@ -70,7 +70,7 @@ class Blocks(NamedTuple):
         return self._replace(rows=rows, counts=counts)
 
     def averaged(self, copies: int) -> Blocks:
-        """Of N S copies: means of the inputs and sums of the gradients over a data point's copies."""
+        """Means of the inputs and sums of the gradients over the copies of a data point, of N S copies."""
         rows = [(a.unflatten(0, (-1, copies)).mean(1), g.unflatten(1, (-1, copies)).sum(2)) for a, g in self.rows]
         return self._replace(rows=rows)
 
@@ -82,7 +82,7 @@ RowsOf = Callable[[nn.Module, Sequence[Tensor], Tensor], dict[str, Blocks]]
 
 
 def exact(layer: nn.Module, arguments: Sequence[Tensor], gradient: Tensor) -> dict[str, Blocks]:
-    """None: all blocks are those of the generalised Gauss-Newton matrix."""
+    """No operands: all blocks are those of the generalised Gauss-Newton matrix."""
     return {}
 
 
@@ -330,7 +330,7 @@ class Shifts(Augment):
 
 
 def root_of(p: Tensor) -> Tensor:
-    """Of ``diag(p) - p p^T``, ``(N, K, K)``; column k in ``[..., k]``."""
+    """A square root of ``diag(p) - p p^T``, ``(N, K, K)``; column k in ``[..., k]``."""
     return torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None, :]
 
 

@@ -222,6 +222,8 @@ CASES = {
 
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+KINDS = {type(case.make()): case for case in reversed(CASES.values())}
+each_kind = pytest.mark.parametrize("case", KINDS.values(), ids=[kind.__name__ for kind in KINDS])
 
 
 def close(found: Tensor, expected: Tensor, relative: float = 1e-9) -> None:
@@ -412,14 +414,14 @@ def test_frozen_parameters(case):
         check(fitted(model, x, y), Oracle(model, x, y), x)
 
 
-@each_case
+@each_kind
 def test_single_precision(case):
     model, x, y, oracle = problem(case)
     x = x if case.words else x.float()
     check(fitted(copy.deepcopy(model).float(), x, y), oracle, x, 2e-4)
 
 
-@each_case
+@each_kind
 def test_a_layer_under_autocast(case):
     model, x, y, oracle = problem(case)
     model, x = copy.deepcopy(model).float(), x if case.words else x.float()
@@ -438,4 +440,4 @@ def test_every_registered_rule_has_a_row():
     names = str(refusal.value).rpartition("Layers with rules: ")[2].rstrip(".").split(", ")
     package = {name for name in names if hasattr(nn, name) or hasattr(ella_nn, name)}
     assert len(package) >= 25
-    assert package - {type(case.make()).__name__ for case in CASES.values()} == set()
+    assert package - {kind.__name__ for kind in KINDS} == set()

@@ -316,6 +316,8 @@ def test_two_calls(case, approximation):
     """Positions of both are shared positions, in checkpoints too."""
     model, x, y, oracle = problem(case, calls=2)
     check(fitted(model, x, y, approximation=approximation), oracle, x)
+    if case not in KINDS.values():
+        return
     model.checkpointed = True
     la = fitted(model, x, y, 4, approximation=approximation, memory_budget=1)
     model.checkpointed = False
@@ -386,8 +388,11 @@ def test_copies(case, approximation, copies, count):
     with model.augment.held(eps):
         la = fitted(model, x, y, 4, approximation=approximation, memory_budget=1 << 30 if together else 1)
         assert (max(model.network.images) == copies * count) == together
-        check(la, oracle, x)
-        if together and approximation == "expand":
+        check_factors(la, oracle)
+        close(la.log_marginal_likelihood(), oracle.evidence(approximation))
+        if case in KINDS.values():
+            close(la.functional_variance(x), oracle.covariance(approximation))
+        if case in KINDS.values() and together and approximation == "expand":
             close(fitted(model, x, y, kind=FullLaplace).H, oracle.whole())
             close(fitted(model, x, y, kind=DiagLaplace).H, oracle.whole().diagonal())
 

@@ -61,3 +61,21 @@ def assert_same_factors(one: KronLaplace, other: KronLaplace) -> None:
     for ours, theirs in zip(one.factors.values(), other.factors.values(), strict=True):
         torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=1e-11, atol=1e-13)
         torch.testing.assert_close(ours.inputs, theirs.inputs, rtol=1e-11, atol=1e-13)
+
+
+def assert_exact_biases(model: nn.Module, x: Tensor, **settings: object) -> None:
+    """Blocks of all biases of a classification are those of the Gauss-Newton matrix, by plain backward passes of single outputs. One of a
+    layer's position each shows what gradients come there.
+    """
+    la = KronLaplace(model, **settings).fit([(x, torch.arange(len(x)) % 3)])
+    biases = {name: p for name, p in model.named_parameters() if p.requires_grad and name.endswith("bias")}
+    f = model.eval()(x)
+    rows = [torch.autograd.grad(output, list(biases.values()), retain_graph=True) for output in f.flatten()]
+    p = f.detach().softmax(1)
+    hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    for name, parts in zip(biases, zip(*rows, strict=True), strict=True):
+        j = torch.stack(parts).view(*f.shape, -1)
+        expected = torch.einsum("nki,nkl,nlj->ij", j, hessian, j)
+        assert expected.abs().max() > 1e-8
+        found = la.factors[name].to_dense()[0]
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11 * float(expected.abs().max()), msg=name)

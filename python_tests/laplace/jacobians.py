@@ -99,17 +99,6 @@ class Attending(nn.Module):
         return self.head(self.other(z[:, :1], z, z)[0][:, 0])
 
 
-class Bilinear(nn.Module):
-    """A product of two positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.slope, self.head = nn.Bilinear(4, 4, 3), nn.PReLU(2), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.slope(self.layer(x[:, :2], x[:, 2:4])).mean(1))
-
-
 class Folded(nn.Module):
     """Positions folded into the batch, a linear layer used by a function alone, and a checkpoint."""
 
@@ -214,7 +203,6 @@ def _real(*shape: int) -> Callable[[], Tensor]:
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Scaled(), nn.Linear(4, 2, bias=False)), _real(3)),
     "a user's": (lambda: nn.Sequential(nn.Linear(3, 4), Scaled(), Unservable(), nn.Linear(4, 2)), _real(3)),
-    "positions": (lambda: nn.Sequential(nn.Linear(4, 5), nn.RMSNorm(5), nn.Flatten(), nn.Linear(15, 2)), _real(3, 4)),
     "several outputs": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), _real(3, 4)),
     "conv": (
         _images(
@@ -261,43 +249,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         _real(2, 8, 8),
     ),
-    "one position": (
-        lambda: nn.Sequential(ella_nn.FactoredLinear2d(2, 3, 4, 1), nn.Flatten(), nn.Tanh(), nn.Linear(3, 2)),
-        _real(2, 4, 4),
-    ),
-    "groups": (
-        lambda: nn.Sequential(
-            ella_nn.GroupLift(),
-            ella_nn.GroupConv2d(2, 3),
-            nn.Tanh(),
-            ella_nn.GroupConv2d(3, 2, variant="depthwise_separable"),
-            ella_nn.GroupMaxPool(),
-            nn.Flatten(),
-            nn.Linear(32, 2),
-        ),
-        _real(2, 4, 4),
-    ),
-    "other axes": (
-        lambda: nn.Sequential(
-            nn.Conv1d(2, 4, 3, stride=2, padding=1, groups=2),
-            nn.InstanceNorm1d(4, affine=True),
-            nn.ConvTranspose1d(4, 2, 3, stride=2, padding=1, groups=2),
-            nn.Unflatten(2, (1, 1, -1)),
-            nn.Conv3d(2, 2, (1, 1, 3), padding_mode="replicate", padding=(0, 0, 1)),
-            nn.Flatten(),
-            nn.Linear(14, 2),
-        ),
-        _real(2, 8),
-    ),
-    "transposed": (
-        _images(nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), channels=3),
-        _real(2, 4, 4),
-    ),
     "twice": (Twice, _real(2, 8, 8)),
     "tied": (Tied, _words),
     "attention": (Attending, _real(3, 4)),
-    "attention, batch second": (lambda: Attending(False), _real(3, 4)),
-    "bilinear": (Bilinear, _real(4, 4)),
     "bags": (Bags, _words),
     "folded": (Folded, _real(3, 4)),
     "distances": (Distances, _real(3, 4)),

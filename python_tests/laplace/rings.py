@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ella_cuda.augment import Augment, AveragedFunction
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.augment import Augment
 
 
 class Turn(Augment):
@@ -38,18 +36,3 @@ def rings(n: int = 200, arc: float = 120.0) -> tuple[Tensor, Tensor]:
 def network(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 2)).double()
-
-
-def trained(degrees: float, steps: int = 400, n_samples: int = 31) -> tuple[AveragedFunction, KronLaplace]:
-    """At a fixed amount, with a prior precision by the evidence."""
-    x, y = rings()
-    model = AveragedFunction(network(), Turn(n_samples, math.radians(degrees)))
-    optimizer, la = torch.optim.Adam(model.parameters(), 1e-2), KronLaplace(model)
-    for step in range(steps):
-        if step and step % 100 == 0:
-            la.fit([(x, y)]).optimize_prior_precision(method="mackay", prior_structure="scalar")
-        optimizer.zero_grad()
-        norms = torch.stack([p.square().sum() for p in model.parameters()])
-        (F.cross_entropy(model(x), y) + 0.5 * (la.prior_precision @ norms) / len(x)).backward()
-        optimizer.step()
-    return model, la.fit([(x, y)])

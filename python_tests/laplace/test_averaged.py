@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.augment import AffineAugment, Augment, AveragedFunction
-from ella_cuda.laplace import DiagLaplace, FactorShape, FullLaplace, KronLaplace, Rule, TangentModel, register
-from ella_cuda.laplace.copies import FEW
-from ella_cuda.laplace.curvature import CurvaturePass
+from ella_cuda.augment import AffineAugment, AveragedFunction
+from ella_cuda.laplace import FullLaplace, KronLaplace, Rule, TangentModel, register
 from ella_cuda.nn import FactoredLinear2d, GroupConv2d, GroupLift, SparseConv2d, SparseFactoredLinear2d
 
 SIZE, CLASSES, COPIES = 6, 3, 4
@@ -111,164 +108,18 @@ def averaged(name: str, sampling: str = "shared", copies: int = COPIES) -> Avera
     return AveragedFunction(network(name), AffineAugment(copies, init=0.3, sampling=sampling, dtype=torch.float64))
 
 
-def held(model: AveragedFunction, name: str) -> tuple[nn.Module, Tensor]:
-    """The same function at fixed draws, in plain torch, and its draws."""
-    torch.manual_seed(7)
-    eps = model.augment.draw()
-
-    class Held(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = model.network
-
-        def forward(self, x: Tensor) -> Tensor:
-            copies = model.augment(x, eps=eps)
-            return torch.stack([self.network(copies[:, s]) for s in range(copies.shape[1])]).mean(0)
-
-    return Held(), eps
-
-
 def assert_same_factors(one: KronLaplace, other: KronLaplace) -> None:
     for factor, expected in zip(one.factors.values(), other.factors.values(), strict=True):
         torch.testing.assert_close(factor.inputs, expected.inputs, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(factor.outputs, expected.outputs, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_copies_that_are_all_the_same_are_no_copies(name, approximation):
+def test_one_copy_is_a_data_point():
     x, y = data()
-    model = AveragedFunction(network(name), Same(COPIES))
-    one = KronLaplace(model, approximation=approximation).fit([(x, y)])
-    assert_same_factors(one, KronLaplace(network(name), approximation=approximation).fit([(x, y)]))
-
-
-@pytest.mark.parametrize("name", ["conv", "fixup"])
-def test_one_copy_is_a_data_point(name):
-    x, y = data()
-    model = averaged(name, copies=1)
+    model = averaged("fixup", copies=1)
     la = KronLaplace(model).fit([(x, y)])
     moved = model.copies(x, la.state_dict()["draws"])[:, 0]
-    assert_same_factors(la, KronLaplace(network(name)).fit([(moved, y)]))
-
-
-@pytest.mark.parametrize("copies", [1, COPIES])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_blocks_without_an_input_side_are_exact(name, copies, dense_ggn):
-    """Biases, norms and scales: the blocks of the averaged function's own Gauss-Newton matrix."""
-    x, y = data()
-    model = averaged(name, copies=copies)
-    plain, eps = held(model, name)
-    with model.augment.held(eps):
-        la = KronLaplace(model).fit([(x[:4], y[:4]), (x[4:], y[4:])])
-    expected = dense_ggn(plain, x, y)
-    bare = [n for n, factor in la.factors.items() if factor.input_moment is None]
-    assert bare or name == "sparse"
-    for parameter in bare:
-        found = la.factors[parameter].to_dense()[0]
-        torch.testing.assert_close(found, expected[parameter], rtol=1e-8, atol=1e-11, msg=parameter)
-
-
-def factors_by_hand(model: AveragedFunction, eps: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """A and B of the convolution and of the linear layer of "conv1", of one copy after the other, in plain torch."""
-    conv, linear = model.network[0], model.network[3]
-    n, copies = len(x), model.copies(x, eps)
-    images, outs, inputs, logits = [], [], [], []
-    for s in range(copies.shape[1]):
-        image = copies[:, s]
-        out = conv(image)
-        hidden = torch.tanh(out).flatten(1)
-        images.append(image)
-        outs.append(out)
-        inputs.append(hidden)
-        logits.append(linear(hidden))
-    mean = torch.stack(logits).mean(0)
-    p = mean.softmax(1)
-    root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]
-    patches = torch.stack([nn.functional.unfold(image, 3) for image in images]).mean(0)  # (N, 9, T)
-    seen = torch.stack(inputs).mean(0)
-    sides = [torch.einsum("nat,nbt->ab", patches, patches) / n, seen.T @ seen / n, 0, 0]
-    for k in range(CLASSES):
-        found = torch.autograd.grad(mean, [*outs, *logits], root[:, :, k].detach(), retain_graph=True)
-        g, h = (torch.stack(part).sum(0) for part in (found[: len(outs)], found[len(outs) :]))
-        sides[2] = sides[2] + torch.einsum("ndhw,nehw->de", g, g) / g[0, 0].numel()
-        sides[3] = sides[3] + h.T @ h
-    return tuple(t.detach() for t in sides)
-
-
-@pytest.mark.parametrize("budget", [1, None])
-@pytest.mark.parametrize("sampling", ["shared", "independent"])
-def test_means_over_copies_come_before_outer_products(sampling, budget):
-    x, y = data()
-    layers = nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(2 * (SIZE - 2) ** 2, CLASSES)
-    model = AveragedFunction(
-        nn.Sequential(*layers).double(), AffineAugment(COPIES, dtype=torch.float64, init=0.4, sampling=sampling)
-    )
-    n = len(x) if sampling == "independent" else 1
-    eps = model.augment.draw(n)
-    with model.augment.held(eps):  # of a batch of all data points, where each has its own
-        la = KronLaplace(model, memory_budget=budget)
-        la.fit([(x, y)])
-    of_conv, of_linear, to_conv, to_linear = factors_by_hand(model, eps, x)
-    for name, inputs, outputs in (("network.0.weight", of_conv, to_conv), ("network.3.weight", of_linear, to_linear)):
-        torch.testing.assert_close(la.factors[name].inputs[0], inputs, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(la.factors[name].outputs[0], outputs, rtol=1e-9, atol=1e-12)
-
-
-def test_a_single_point_of_linear_layers_at_equal_inputs_has_exact_blocks(dense_ggn):
-    """Where a layer's inputs are the same in all copies, the product of means is the block."""
-
-    class Noisy(nn.Module):
-        """A layer before the copies differ."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(2, 3), nn.Linear(3, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(torch.tanh(self.first(x[:, :2]) + x[:, 2:]))
-
-    class Shifts(Augment):
-        def transform(self, x: Tensor, eps: Tensor, eta: Tensor) -> Tensor:
-            moved = (eta * eps).expand(len(x), -1, -1)
-            return torch.cat([x[:, None, :2].expand(-1, eps.shape[1], -1), moved], 2)
-
-    torch.manual_seed(0)
-    model = AveragedFunction(Noisy().double(), Shifts(5, ("one", "two", "three"), 0.8, "shared", dtype=torch.float64))
-    x, y = torch.randn(1, 2).double(), torch.tensor([1])
-    plain, eps = held(model, "")
-    with model.augment.held(eps):
-        la = KronLaplace(model).fit([(x, y)])
-    block = la.factors["network.first.weight"].to_dense()[0]  # (input, output)
-    expected = dense_ggn(plain, x, y)["network.first.weight"].view(3, 2, 3, 2).permute(1, 0, 3, 2).reshape(6, 6)
-    torch.testing.assert_close(block, expected)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_full_and_diagonal_curvature_and_predictions_are_those_of_the_average(name, dense_ggn):
-    x, y = data(5)
-    model = averaged(name)
-    plain, eps = held(model, name)
-    with model.augment.held(eps):
-        full, diagonal = (kind(model, prior_precision=2.0).fit([(x, y)]) for kind in (FullLaplace, DiagLaplace))
-        kron = KronLaplace(model, prior_precision=2.0).fit([(x, y)])
-    expected = FullLaplace(plain, prior_precision=2.0).fit([(x, y)])
-    torch.testing.assert_close(full.H, expected.H, rtol=1e-8, atol=1e-11)
-    torch.testing.assert_close(diagonal.H, expected.H.diagonal(), rtol=1e-8, atol=1e-11)
-    blocks = dense_ggn(plain, x, y)
-    torch.testing.assert_close(torch.cat([b.diagonal() for b in blocks.values()]), diagonal.H, rtol=1e-8, atol=1e-11)
-    torch.testing.assert_close(full(x), expected(x))  # after the context: the fit's draws
-    parameters = dict(plain.named_parameters())
-
-    def outputs(values: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(plain, values, (x,))
-
-    rows = torch.autograd.functional.jacobian(
-        lambda *values: outputs(dict(zip(parameters, values, strict=True))), tuple(parameters.values())
-    )
-    jacobian = torch.cat([j.flatten(2) for j in rows], 2)
-    found = kron.functional_variance(x)
-    torch.testing.assert_close(found, kron.posterior_precision.inv_square_form(jacobian), rtol=1e-7, atol=1e-10)
+    assert_same_factors(la, KronLaplace(network("fixup")).fit([(moved, y)]))
 
 
 def test_draws_are_the_fits_and_saved(tmp_path):
@@ -390,30 +241,23 @@ def test_a_rule_of_ones_own_must_promise():
 
 # chunks of copies ----------------------------------------------------------------------------------------------------
 
-MANY = 2 * FEW + 3  # in chunks of 7, 7 and 5
+MANY = 37
 
 
 def many(name: str, sampling: str = "shared") -> AveragedFunction:
     return averaged(name, sampling, MANY)
 
 
-@contextmanager
-def little_room() -> Iterator[None]:
-    """For the duration of the context, there is room for few copies, however large factors are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CurvaturePass, "_room", lambda self: 1)
-        yield
-
-
 def in_chunks(model: nn.Module, loader, seen: list[int] | None = None, **options) -> KronLaplace:
     """A fit with little room; ``seen`` gets how many copies the network had, each time."""
-    generator = options.pop("generator", None)
+    generator, found = options.pop("generator", None), []
     first = next(m for m in model.network.modules() if next(m.parameters(recurse=False), None) is not None)
-    handles = [] if seen is None else [first.register_forward_pre_hook(lambda m, args: seen.append(len(args[0])))]
-    with little_room():
-        la = KronLaplace(model, **{"memory_budget": 1, **options}).fit(loader, generator=generator)
-    for handle in handles:
-        handle.remove()
+    handle = first.register_forward_pre_hook(lambda m, args: found.append(len(args[0])))
+    la = KronLaplace(model, memory_budget=1, **options).fit(loader, generator=generator)
+    handle.remove()
+    assert seen is not None or max(found) < MANY * len(loader[0][0])
+    if seen is not None:
+        seen.extend(found)
     return la
 
 
@@ -427,28 +271,14 @@ def assert_equal_factors(one: KronLaplace, other: KronLaplace) -> None:
     torch.testing.assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("budget", [1, 1 << 12])  # columns go back one by one, and together
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_chunks_of_copies_are_all_copies(name, approximation, budget):
-    x, y = data(3)
-    model, seen = many(name), []
-    with model.augment.held():
-        whole = KronLaplace(model, approximation=approximation).fit([(x, y)])
-        parts = in_chunks(model, [(x, y)], seen, approximation=approximation, memory_budget=budget)
-    assert_equal_factors(parts, whole)
-    assert max(seen) <= FEW and min(seen) > 0
-    assert model.network is parts.model.network and all(rule.copies == MANY for rule in parts._rules)
-
-
 @pytest.mark.parametrize("options", [{"fisher": "mc"}, {"resolution": "per_channel"}, {"likelihood": "regression"}])
 @pytest.mark.parametrize("sampling", ["shared", "independent"])
 def test_chunks_of_each_data_points_own_copies(sampling, options):
-    x, y = data(1)
-    y = torch.randn(1, CLASSES).double() if "likelihood" in options else y
+    x, y = data(2)
+    y = torch.randn(2, CLASSES).double() if "likelihood" in options else y
     model = many("factored", sampling)
     generators = (torch.Generator().manual_seed(1) for _ in range(2))
-    with model.augment.held(model.augment.draw(1)):
+    with model.augment.held(model.augment.draw(2)):
         whole = KronLaplace(model, **options).fit([(x, y)], generator=next(generators))
         parts = in_chunks(model, [(x, y)], **options, generator=next(generators))
     assert_equal_factors(parts, whole)
@@ -465,20 +295,6 @@ def test_draws_of_both_passes_over_chunks_are_the_same():
     whole = KronLaplace(model).fit([(x, y)])
     assert_equal_factors(parts, whole)
     assert torch.equal(torch.get_rng_state(), after)
-
-
-@pytest.mark.parametrize("name", ["conv", "fixup", "norms"])
-def test_exact_blocks_by_chunks_are_the_dense_gauss_newton_matrix(name, dense_ggn):
-    x, y = data(3)
-    model = many(name)
-    plain, eps = held(model, name)
-    with model.augment.held(eps):
-        la = in_chunks(model, [(x, y)])
-    expected, bare = dense_ggn(plain, x, y), [n for n, f in la.factors.items() if f.input_moment is None]
-    for parameter in bare:
-        found = la.factors[parameter].to_dense()[0]
-        torch.testing.assert_close(found, expected[parameter], rtol=1e-8, atol=1e-11, msg=parameter)
-    assert bare
 
 
 def test_chunks_of_copies_give_the_data_fits_gradient():
@@ -501,10 +317,9 @@ def test_chunks_of_copies_at_the_linear_mode():
     x, y = data(3)
     model = many("conv")
     with model.augment.held():
-        whole, parts = KronLaplace(model).fit([(x, y)]), in_chunks(model, [(x, y)])
-    whole.fit_linear_mode([(x, y)], hessian_at="linear")
-    with little_room():
-        parts.fit_linear_mode([(x, y)], hessian_at="linear")
+        whole, parts = (KronLaplace(model, memory_budget=budget).fit([(x, y)]) for budget in (1 << 30, 1))
+    for la in (whole, parts):
+        la.fit_linear_mode([(x, y)], hessian_at="linear")
     torch.testing.assert_close(parts.linear_mode, whole.linear_mode, rtol=1e-9, atol=1e-12)
     assert_same_factors(parts, whole)
 
@@ -521,7 +336,7 @@ def test_copies_that_cannot_be_split_go_together_and_a_warning_says_so(kind):
     x, y = data(2)
     same = kind is AveragedFunction
     augment = Same(MANY) if same else AffineAugment(MANY, sampling="shared", dtype=torch.float64)
-    model, seen = kind(network("mlp"), augment), []
+    model, seen = kind(network("fixup"), augment), []
     words = r"a Same is no ella_cuda.augment.Augment" if same else "a subclass or another forward"
     with nullcontext() if same else augment.held():
         with pytest.warns(
@@ -529,7 +344,7 @@ def test_copies_that_cannot_be_split_go_together_and_a_warning_says_so(kind):
         ):
             parts = in_chunks(model, [(x, y)], seen)
         assert_equal_factors(parts, KronLaplace(model).fit([(x, y)]))
-    assert MANY in seen
+    assert 2 * MANY in seen
 
 
 class ImageFirst(AffineAugment):
@@ -549,95 +364,38 @@ class AllAlways(AffineAugment):
 @pytest.mark.parametrize("kind", [ImageFirst, AllAlways])
 def test_copies_that_depend_on_others_go_together(kind):
     x, y = data(2)
-    model, seen = AveragedFunction(network("mlp"), kind(MANY, sampling="shared", dtype=torch.float64)), []
+    model, seen = AveragedFunction(network("fixup"), kind(MANY, sampling="shared", dtype=torch.float64)), []
     with model.augment.held():
         with pytest.warns(UserWarning, match="a copy depends on others"):
             parts = in_chunks(model, [(x, y)], seen)
         assert_equal_factors(parts, KronLaplace(model).fit([(x, y)]))
-    assert MANY in seen
+    assert 2 * MANY in seen
 
 
-@pytest.mark.parametrize("twice", [5, 7])  # in the last chunk, and in all others
-def test_a_networks_way_must_be_the_same_for_all_chunks(twice):
-    class Wavering(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(SIZE * SIZE, CLASSES)
+class Wavering(nn.Module):
+    """A layer that is called twice for so many copies."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.flatten(1)
-            return self.linear(x) + self.linear(x.tanh()) if len(x) == twice else self.linear(x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head, self.twice = nn.Conv2d(1, 2, 1), nn.Linear(2, CLASSES), 0
 
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x) + self.conv(x.tanh()) if len(x) == self.twice else self.conv(x)
+        return self.head(h.tanh().mean((2, 3)))
+
+
+@pytest.mark.parametrize("chunk", [-1, -2])  # the last one alone, and all others
+def test_a_networks_way_must_be_the_same_for_all_chunks(chunk):
     x, y = data(1)
-    augment = AffineAugment(MANY, sampling="shared", dtype=torch.float64)
+    model = AveragedFunction(Wavering().double(), AffineAugment(MANY, sampling="shared", dtype=torch.float64))
+    sizes: list[int] = []
+    in_chunks(model, [(x, y)], sizes)
+    model.network.twice = sizes[chunk]
+    assert sizes[-1] != sizes[-2]
     with pytest.raises(
-        ValueError, match=r"'network.linear' \(Linear\) was called another number of times.*larger memory_budget"
+        ValueError, match=r"'network.conv' \(Conv2d\) was called another number of times.*larger memory_budget"
     ):
-        in_chunks(AveragedFunction(Wavering().double(), augment), [(x, y)])
-
-
-def test_a_side_that_parameters_share_is_added_once():
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.randn(CLASSES, SIZE**2)), nn.Parameter(torch.zeros(CLASSES))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.flatten(1) @ self.weight.T + self.bias
-
-    @register(Rows)
-    class RowsRule(Rule):
-        averages = sees_copies = True
-
-        def shapes(self):
-            return {"weight": FactorShape(1, SIZE**2, CLASSES, 1), "bias": FactorShape.bias(CLASSES)}
-
-        def shares_outputs(self):
-            return {"bias": "weight"}
-
-        def inputs(self, x: Tensor) -> None:
-            self.factors["weight"].input_moment.add(x.flatten(1).unflatten(0, (-1, self.copies)).mean(1)[:, None])
-
-        def outputs(self, gradient: Tensor) -> None:
-            rows = gradient.unflatten(1, (-1, self.copies)).sum(2).flatten(0, 1)
-            self.factors["weight"].output_moment.add(rows[:, None])
-
-    x, y = data(2)
-    torch.manual_seed(0)
-    model = AveragedFunction(Rows().double(), AffineAugment(MANY, sampling="shared", dtype=torch.float64))
-    with model.augment.held():
-        assert_equal_factors(in_chunks(model, [(x, y)]), KronLaplace(model).fit([(x, y)]))
-
-
-def test_a_rule_that_sees_copies_and_makes_no_rows_is_named():
-    class Slopes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(SIZE * SIZE))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.flatten(1) * self.weight
-
-    @register(Slopes)
-    class SlopesRule(Rule):
-        averages = sees_copies = True
-
-        def shapes(self):
-            return {"weight": FactorShape.bias(SIZE * SIZE)}
-
-        def inputs(self, x: Tensor) -> None:
-            self.kept = x.flatten(1)
-
-        def outputs(self, gradient: Tensor) -> None:
-            rows = (gradient * self.kept).unflatten(1, (-1, self.copies)).sum(2).flatten(0, 1)
-            self.factors["weight"].output_moment.add_weighted(rows, torch.ones(1, 1, 1).double())
-
-    x, y = data(1)
-    augment = AffineAugment(MANY, sampling="shared", dtype=torch.float64)
-    model = AveragedFunction(nn.Sequential(Slopes(), nn.Linear(SIZE * SIZE, CLASSES)).double(), augment)
-    with pytest.raises(ValueError, match=r"'network.0' \(Slopes\): SlopesRule adds to a factor by add_weighted\(\)"):
         in_chunks(model, [(x, y)])
-    KronLaplace(model).fit([(x, y)])
 
 
 def test_the_estimate_of_memory_and_the_probe_are_those_of_few_copies():
@@ -646,6 +404,5 @@ def test_the_estimate_of_memory_and_the_probe_are_those_of_few_copies():
     for copies in (100, 10_000):
         model = averaged("conv", copies=copies)
         model.network[0].register_forward_pre_hook(lambda m, args: seen.append(len(args[0])))
-        with little_room():
-            estimates.append(KronLaplace(model, memory_budget=1).memory_estimate(x))
-    assert estimates[0] == estimates[1] and max(seen) <= FEW
+        estimates.append(KronLaplace(model, memory_budget=1).memory_estimate(x))
+    assert estimates[0] == estimates[1] and max(seen) < 100

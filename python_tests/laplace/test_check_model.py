@@ -8,17 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from ella_cuda.laplace import (
-    Dense,
-    FactorShape,
-    FullLaplace,
-    KronLaplace,
-    Rule,
-    exact_log_marginal_likelihood,
-    register,
-)
+from ella_cuda.laplace import Dense, FactorShape, FullLaplace, KronLaplace, Rule, register
 from ella_cuda.laplace.values import rounding_of
 
 
@@ -76,27 +67,6 @@ def test_a_parameter_that_is_frozen_may_be_used_anywhere():
     model = Tied("after").double()
     model.layer.weight.requires_grad_(False)
     assert list(KronLaplace(model).fit([labelled(3)]).factors) == ["layer.bias", "last.weight", "last.bias"]
-
-
-class Recomputed(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers, self.last = layers, nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.last(checkpoint(self.layers, x, use_reentrant=False))
-
-
-@pytest.mark.parametrize("memory_budget", [None, 1])
-@pytest.mark.parametrize("middle", [nn.Tanh(), nn.ReLU(), nn.ReLU(inplace=True)])
-def test_layers_that_a_checkpoint_recomputes_are_seen_once(middle, memory_budget):
-    layers = nn.Sequential(nn.Linear(3, 4), middle, nn.Linear(4, 4), nn.Tanh())
-    model, batch = Recomputed(layers).double(), labelled(3)
-    la = KronLaplace(model, memory_budget=memory_budget).fit([batch])
-    expected = KronLaplace(nn.Sequential(layers, model.last), memory_budget=memory_budget).fit([batch])
-    for ours, theirs in zip(la.factors.values(), expected.factors.values(), strict=True):
-        torch.testing.assert_close(ours.outputs, theirs.outputs)
-        torch.testing.assert_close(ours.inputs, theirs.inputs)
 
 
 @pytest.mark.parametrize("change", [lambda p: p / p.norm(), lambda p: 2 * p, lambda p: p.detach(), lambda p: p.clone()])
@@ -160,33 +130,6 @@ class SequenceFirst(nn.Module):
     def forward(self, x):  # (N, T, 2)
         h = torch.relu(self.embed(x.transpose(0, 1)))  # (T, N, 4)
         return self.last(torch.tanh(self.layer(h)).mean(0))
-
-
-@pytest.mark.parametrize("images", [1, 2, 3, 5])
-@pytest.mark.parametrize("length", [1, 2, 3, 5])
-def test_sequence_first_layers_have_the_factors_of_batch_first_ones(images, length, dense_ggn):
-    """Biases against the dense matrix; weights against the same network with the batch in front."""
-    model = SequenceFirst().double()
-    batch_first = nn.Sequential(model.embed, nn.ReLU(), model.layer, nn.Tanh(), Mean(1), model.last)
-    x, y = labelled(length, 2, images=images)
-    la = KronLaplace(model).fit([(x, y)])
-    other = KronLaplace(batch_first).fit([(x, y)])
-    for (name, ours), theirs in zip(la.factors.items(), other.factors.values(), strict=True):
-        torch.testing.assert_close(ours.outputs, theirs.outputs, msg=lambda m, n=name: f"{n}: {m}")
-        torch.testing.assert_close(ours.inputs, theirs.inputs, msg=lambda m, n=name: f"{n}: {m}")
-    for name, block in dense_ggn(model, x, y).items():
-        if name.endswith("bias"):
-            torch.testing.assert_close(la.factors[name].outputs[0], block)
-    torch.testing.assert_close(exact_log_marginal_likelihood(la, x, y), la.log_marginal_likelihood())
-
-
-class Mean(nn.Module):
-    def __init__(self, axis):
-        super().__init__()
-        self.axis = axis
-
-    def forward(self, x):
-        return x.mean(self.axis)
 
 
 class Shift(nn.Module):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ella_cuda.laplace import FactorShape, KronLaplace, Rule, exact_log_marginal_likelihood, register
-from ella_cuda.laplace.rules import LinearRule, base
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.nn import SparseFactoredLinear2d
 
 
@@ -95,96 +92,6 @@ def test_reentrant_checkpoints_are_refused_with_what_to_do(use):
     assert all(m.training for m in model.modules()) and all(p.requires_grad for p in model.parameters())
 
 
-# ---- rules of users ----
-
-
-class Scale(nn.Linear):
-    """A layer of another class, whose rule is a user's."""
-
-
-class OutputsOnly(Rule):
-    """Of a linear layer: autograd differentiates it."""
-
-    batch_second = True
-    kinds: list[type]
-
-    def shapes(self) -> dict[str, FactorShape]:
-        m = self.module
-        return {"weight": FactorShape(1, m.in_features, m.out_features, 1), "bias": FactorShape.bias(m.out_features)}
-
-    def inputs(self, x: Tensor) -> None:
-        self.kinds.append(type(x))
-        self.factors["weight"].input_moment.add(x.reshape(-1, 1, x.shape[-1]))
-
-    def outputs(self, gradient: Tensor) -> None:
-        positions = max(gradient[0, 0, ..., 0].numel(), 1)
-        self.factors["weight"].output_moment.add(gradient.reshape(-1, 1, gradient.shape[-1]), 1 / positions)
-        self.factors["bias"].output_moment.add(gradient.flatten(2, -2).sum(2).flatten(0, 1)[:, None])
-
-
-class Differentiates(LinearRule):
-    """Of a linear layer, with the position of an input's largest entry among its image's in what it collects."""
-
-    kinds: list[type]
-
-    def inputs(self, x: Tensor) -> None:
-        self.kinds.append(type(x))
-        self.first = x[:, :1]  # the first position of every image, which is another thing with the axes exchanged
-        super().inputs(self.first.expand_as(x))
-
-    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        pulled = super().vjp(gradient, input_shape)
-        assert pulled is None or pulled.shape[1:] == input_shape
-        return pulled
-
-
-@pytest.fixture(params=[OutputsOnly, Differentiates])
-def rule(request, monkeypatch) -> Iterator[type[Rule]]:
-    monkeypatch.setattr(base, "_RULES", dict(base._RULES))
-    monkeypatch.setattr(request.param, "kinds", [], raising=False)
-    yield register(Scale)(request.param)
-
-
-class Sequences(nn.Module):
-    def __init__(self, second: bool, layer: nn.Module, last: nn.Module) -> None:
-        super().__init__()
-        self.second, self.layer, self.last = second, layer, last
-
-    def forward(self, x):  # (N, T, 2)
-        h = self.layer((x.transpose(0, 1) if self.second else x).sin())
-        return self.last(h.tanh().mean(0 if self.second else 1))
-
-
-@pytest.mark.parametrize(("length", "images"), [(4, 4), (3, 5), (5, 2), (2, 1)])
-def test_rules_get_the_batch_in_front_wherever_it_is(rule, length, images, dense_ggn):
-    """A bias against the dense matrix; all factors, and the exact evidence, against the network with the batch in front."""
-    layer, last = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), Scale(2, 4)), nn.Linear(4, 3)
-    second, first = (Sequences(is_second, layer, last).double() for is_second in (True, False))
-    x, y = labelled(images, length, 2, classes=3)
-    ours, theirs = (KronLaplace(model).fit([(x, y)]) for model in (second, first))
-    for name, factor in ours.factors.items():
-        torch.testing.assert_close(factor.outputs, theirs.factors[name].outputs)
-        torch.testing.assert_close(factor.inputs, theirs.factors[name].inputs)
-    torch.testing.assert_close(ours.factors["layer.2.bias"].outputs[0], dense_ggn(second, x, y)["layer.2.bias"])
-    torch.testing.assert_close(exact_log_marginal_likelihood(ours, x, y), ours.log_marginal_likelihood())
-
-
-def test_rules_within_a_checkpoint(rule):
-    block, last = nn.Sequential(Scale(3, 4), nn.Tanh(), Scale(4, 4), nn.Tanh()), nn.Linear(4, 3)
-    x, y = labelled(5, 2, 3, classes=3)
-    last = nn.Sequential(nn.Flatten(), nn.Linear(8, 3))
-    models = [Checkpointed(block, last, reentrant).double() for reentrant in (False, None)]
-    ours, theirs = (KronLaplace(model).fit([(x, y)]) for model in models)
-    for name, factor in ours.factors.items():
-        torch.testing.assert_close(factor.outputs, theirs.factors[name].outputs)
-        torch.testing.assert_close(factor.inputs, theirs.factors[name].inputs)
-        assert factor.outputs.norm() > 0
-    for model in models:
-        torch.testing.assert_close(
-            exact_log_marginal_likelihood(KronLaplace(model), x, y), ours.log_marginal_likelihood()
-        )
-
-
 # ---- tensors of subclasses ----
 
 
@@ -209,9 +116,8 @@ class Marks(nn.Module):
         return self.last(h.tanh()).as_subclass(Tensor)
 
 
-@pytest.mark.parametrize("layer", [Scale, nn.Linear])
-def test_a_model_sees_its_own_kind_of_tensors_and_rules_plain_ones(rule, layer):
-    layers = layer(3, 4), nn.Linear(4, 3)
+def test_a_model_sees_its_own_kind_of_tensors():
+    layers = nn.Linear(3, 4), nn.Linear(4, 3)
     marked, plain = (Marks(*layers, kind).double() for kind in (Uncopied, Tensor))
     x, y = labelled(5, 1, 3, classes=3)
     flat = nn.Flatten()
@@ -220,5 +126,4 @@ def test_a_model_sees_its_own_kind_of_tensors_and_rules_plain_ones(rule, layer):
     ours = KronLaplace(marked).fit([(x, y)])
     exact = exact_log_marginal_likelihood(ours, x, y)
     torch.testing.assert_close((ours.log_marginal_likelihood(), exact), (expected, expected))
-    assert set(marked.seen) == {Uncopied} and set(rule.kinds) <= {Tensor}
-    assert rule.kinds or layer is nn.Linear
+    assert set(marked.seen) == {Uncopied}

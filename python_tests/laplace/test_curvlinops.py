@@ -54,10 +54,6 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12 * expected.abs().max().item() + 1e-18)
 
 
-def far(one: Tensor, other: Tensor) -> None:
-    assert (one - other).norm() > 0.05 * other.norm()
-
-
 class Positions(nn.Module):
     """The mean of positions, or all of them, as features."""
 
@@ -149,62 +145,3 @@ def test_weights(name, approximation, batches, dense_ggn):
     assert len(ours) >= 4
     zero = {key for key, block in ours.items() if block.norm() < 1e-18}
     assert zero <= {"attention.k.weight", "attention.k.bias"}
-
-
-def test_the_bias_of_an_expanded_layer_is_not_its_weights_output_factor(batches, dense_ggn):
-    """A bias meets the sum of the gradients over positions: no positions are to be expanded."""
-    make, size = NETWORKS["positions, averaged"]
-    model = make().double()
-    x, y = torch.randn(N, *size, dtype=torch.float64), torch.randint(CLASSES, (N,))
-    ours, theirs = (f(model, [(x, y)], "expand")["0.bias"] for f in (our_blocks, their_blocks))
-    exact = dense_ggn(model, x, y)["0.bias"]
-    close(ours, exact)
-    far(theirs, exact)
-
-
-@both
-def test_groups_have_blocks_of_their_own(approximation, dense_ggn):
-    """At one position of one data point the blocks of groups are exact: theirs is of patches that no group reads."""
-    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(4, CLASSES)).double()
-    x, y = torch.randn(1, 4, 3, 3, dtype=torch.float64), torch.tensor([1])
-    ours, theirs = (f(model, [(x, y)], approximation)["0.weight"] for f in (our_blocks, their_blocks))
-    half = len(ours) // 2
-    exact = dense_ggn(model, x, y)["0.weight"]
-    for part in (slice(half), slice(half, None)):
-        close(ours[part, part], exact[part, part])
-        far(theirs[part, part], exact[part, part])
-    assert not ours[:half, half:].any()
-
-
-@both
-def test_circular_padding_is_no_padding_with_zeros(approximation, dense_ggn):
-    """At one position of one data point, as above."""
-    conv = nn.Conv2d(2, 2, 3, stride=3, padding=1, padding_mode="circular")
-    model = nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(2, CLASSES)).double()
-    x, y = torch.randn(1, 2, 3, 3, dtype=torch.float64), torch.tensor([1])
-    ours, theirs = (f(model, [(x, y)], approximation)["0.weight"] for f in (our_blocks, their_blocks))
-    exact = dense_ggn(model, x, y)["0.weight"]
-    close(ours, exact)
-    far(theirs, exact)
-
-
-@both
-def test_deep_linear_networks_without_shared_positions_are_exact(approximation, dense_ggn):
-    """For one data point of a softmax, whose Hessian differs from one to the next."""
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, CLASSES)).double()
-    x, y = torch.randn(1, 4, dtype=torch.float64), torch.tensor([2])
-    exact = dense_ggn(model, x, y)
-    for blocks in (our_blocks, their_blocks):
-        for key, block in blocks(model, [(x, y)], approximation).items():
-            close(block, exact[key])
-
-
-def test_deep_linear_networks_that_average_positions_are_exact_reduced(dense_ggn):
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), Positions(True), nn.Linear(3, CLASSES)).double()
-    x, y = torch.randn(1, 6, 4, dtype=torch.float64), torch.tensor([2])
-    exact = dense_ggn(model, x, y)
-    for blocks in (our_blocks, their_blocks):
-        for key, block in blocks(model, [(x, y)], "reduce").items():
-            close(block, exact[key])
-        if blocks is our_blocks:
-            far(blocks(model, [(x, y)], "expand")["0.weight"], exact["0.weight"])

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ella_cuda.laplace import KronLaplace, SecondMoment, eigenvalues
-from ella_cuda.laplace.kronecker_sums import KroneckerSums
 from ella_cuda.laplace.likelihoods import Classification, Columns
 from ella_cuda.models import neyshabur
 from ella_cuda.nn import FactoredLinear2d
@@ -63,21 +62,6 @@ def test_override_starts_anew(model, data, batches):
     assert_same(la.fit([data]), KronLaplace(model).fit([data]))
 
 
-@pytest.mark.parametrize("columns", [1, 2])
-def test_memory_budget_splits_the_columns(model, data, columns, monkeypatch):
-    sizes, back = [], KroneckerSums.backward
-    monkeypatch.setattr(
-        KroneckerSums, "backward", lambda self, call, g, wanted: sizes.append(len(g)) or back(self, call, g, wanted)
-    )
-    whole = KronLaplace(model).fit([data])
-    assert set(sizes) == {3}
-    sizes.clear()
-    per_column = 2 * 8 * 7 * 5 * 16  # bytes: the convolution's input and output, and as much for temporaries
-    chunked = KronLaplace(model, memory_budget=columns * per_column).fit([data])
-    assert max(sizes, default=1) == columns
-    assert_same(chunked, whole)
-
-
 def test_columns_of_many_classes_are_built_within_the_budget(monkeypatch):
     """Slices of them, never all; the factors are those of all at once."""
     sizes = []
@@ -109,22 +93,6 @@ def test_a_narrow_block_keeps_its_zero_eigenvalue():
         moment.add(part[:, None])
     values = torch.linalg.eigvalsh(moment.total[0])
     assert values[0].abs() < 1e-12 * values[-1]  # products of float32 leave 1e-8
-
-
-def test_monte_carlo_factors_average_to_the_exact_ones(model, data):
-    exact = KronLaplace(model).fit([data])
-    la = KronLaplace(model, fisher="mc")
-    generator = torch.Generator().manual_seed(3)
-    draws = {name: [] for name in exact.factors}
-    for _ in range(200):
-        la.fit([data], generator=generator)
-        for name, factor in la.factors.items():
-            draws[name].append(factor.outputs.clone())
-    for name, outputs in draws.items():
-        samples = torch.stack(outputs)
-        error = (samples.mean(0) - exact.factors[name].outputs).abs()
-        assert (error <= 5 * samples.std(0) / 200**0.5 + 1e-12).all(), name
-        assert samples.std(0).max() > 0
 
 
 def test_monte_carlo_is_seeded_by_the_generator(model, data):
@@ -164,17 +132,6 @@ def test_dropout_is_off_during_a_fit(data):
     assert_same(KronLaplace(make(0.5)).fit([data]), KronLaplace(make(0.0)).fit([data]))
 
 
-def test_frozen_parameters_are_constants(model, data, dense_ggn):
-    model[0].requires_grad_(False)
-    model[5].weight.requires_grad_(False)
-    la = KronLaplace(model).fit([data])
-    assert la.parameter_names == [n for n, p in model.named_parameters() if p.requires_grad]
-    assert len(la.prior_precision) == 5
-    expected = dense_ggn(model, *data)
-    for name in ("2.bias_in", "2.bias_out", "5.bias"):
-        torch.testing.assert_close(la.factors[name].outputs[0], expected[name])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_factors_are_float64_whatever_the_model_is(dtype):
     model = neyshabur("f_fc+conv+fc", in_channels=1, num_classes=3, width=1).to(dtype)
@@ -182,29 +139,6 @@ def test_factors_are_float64_whatever_the_model_is(dtype):
     assert {f.inputs.dtype for f in la.factors.values()} | {f.outputs.dtype for f in la.factors.values()} == {
         torch.float64
     }
-
-
-def test_a_bias_shares_its_weights_output_side(model, data):
-    la = KronLaplace(model).fit([data])
-    assert la.factors["5.weight"].output_moment is la.factors["5.bias"].output_moment
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_weighted_sums_grow_with_their_rows(groups):
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(7, 4, generator=generator, dtype=torch.float64)
-    halves = torch.randn(groups, 4, 2, generator=generator, dtype=torch.float64)
-    weights = halves @ halves.mT
-    moment = SecondMoment(groups, 4, rows, "layer.weight (output side)")
-    for part in rows.split(5):
-        moment.add_weighted(part, weights)
-        moment.eigenvalues()
-    # The same sum, of the rows times each column of the weights' halves.
-    each = torch.einsum("ri,gik->rkgi", rows, halves).flatten(0, 1)
-    expected = torch.einsum("rgi,rgj->gij", each, each)
-    torch.testing.assert_close(moment.total, expected)
-    torch.testing.assert_close(moment.eigenvalues(), torch.linalg.eigvalsh(expected))
-    assert moment.rows == 7 * 4  # no less than the rank, which is up to 7 * 2
 
 
 def test_blocks_are_decomposed_a_few_at_a_time(monkeypatch):

@@ -215,7 +215,7 @@ def checked_outputs(outputs: Any, count: int) -> Tensor:
     return outputs if type(outputs) is Tensor else outputs.as_subclass(Tensor)
 
 
-def outputs_of(model: Callable[..., Any], x: Inputs) -> Tensor:
+def model_outputs(model: Callable[..., Any], x: Inputs) -> Tensor:
     """:func:`checked_outputs` of the model for inputs."""
     return checked_outputs(run_model(model, x), data_points(x))
 

@@ -20,7 +20,7 @@ from ella_cuda.laplace.batches import (
     checked_outputs,
     data_points,
     map_tensors,
-    outputs_of,
+    model_outputs,
     run_model,
     take,
     tensors_of,
@@ -161,7 +161,7 @@ def outputs_apart(model: nn.Module, x: Inputs) -> tuple[Tensor, Tensor]:
     count, device = data_points(x), tensors_of(x)[0].device
     rows = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")[:APART].to(device)
     with torch.enable_grad():  # a forward may put hooks on its tensors
-        parts = [outputs_of(model, take(x, r)).detach() for r in rows.chunk(2)]
+        parts = [model_outputs(model, take(x, r)).detach() for r in rows.chunk(2)]
     return torch.cat(parts), rows
 
 

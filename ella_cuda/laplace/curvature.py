@@ -20,7 +20,7 @@ from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 
-from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, run_model, take, tensors_of
+from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, run_model, take, tensors_of
 from ella_cuda.laplace.call import Call, Place, batch_first
 from ella_cuda.laplace.check_model import outputs_apart, probe, require_rows_of_their_own
 from ella_cuda.laplace.check_rule import check_rules
@@ -353,7 +353,7 @@ class CurvaturePass(LayerPass):
             with self._apart():
                 apart = outputs_apart(self.model, x)  # first: a forward may leave its outputs in buffers
         with torch.enable_grad(), self._attention():
-            outputs = outputs_of(self.model, x)
+            outputs = model_outputs(self.model, x)
         if compare:
             with self._apart():
                 require_rows_of_their_own(self.model, x, *apart, outputs.detach())

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.distributed import Ranks
-from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, require_loader, run_model, take
+from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, require_loader, run_model, take
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.chains import Seen, chain_of_average
 from ella_cuda.laplace.check_model import probe
@@ -426,7 +426,7 @@ class _Passes:
         """
         model = self.la.model
         with torch.no_grad():
-            f = sum(share * outputs_of(model, x) for x, share in chunks)
+            f = sum(share * model_outputs(model, x) for x, share in chunks)
         f.requires_grad_()
         with torch.enable_grad():
             columns = self._columns_of(f, y)

@@ -325,7 +325,7 @@ class KronLaplace(BaseLaplace):
             return sum(share * outputs(some) for some, share in chunks)
 
         with torch.no_grad():
-            f = mean(lambda some: outputs_of(self.model, some))
+            f = mean(lambda some: model_outputs(self.model, some))
         at = f if outputs_of is None else mean(outputs_of).to(f.dtype)
         statistic, columns = self._columns_at(f, at, y, generator)
         run.add_chunks(chunks, columns)

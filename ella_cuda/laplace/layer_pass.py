@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, plain_tensor
+from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, plain_tensor
 from ella_cuda.laplace.call import Call, Place, Tap, arguments_in_order, batch_first
 from ella_cuda.laplace.check_model import Findings, LinearFunctions
 from ella_cuda.laplace.copies import copies_of
@@ -166,7 +166,7 @@ class GraphPass(LayerPass):
         self._batch_size, self._noting = data_points(x), True
         self.forget()
         try:
-            return outputs_of(self.model, x)
+            return model_outputs(self.model, x)
         finally:
             self._noting = False
 

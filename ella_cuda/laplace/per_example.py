@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, outputs_of, take, tensors_of
+from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, model_outputs, take, tensors_of
 from ella_cuda.laplace.check_model import leaf_uses
 from ella_cuda.laplace.copies import chunks_of
 from ella_cuda.laplace.likelihoods import Columns
@@ -48,7 +48,7 @@ class PerExampleGradients:
         few = take(x, slice(2))
         self._require_read_from_modules(take(x, slice(1)))
         with torch.no_grad():
-            outputs = outputs_of(self.model, few)
+            outputs = model_outputs(self.model, few)
         columns = torch.randn(
             2, *outputs.shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu"
         ).to(outputs)
@@ -120,7 +120,7 @@ class PerExampleGradients:
     def _require_read_from_modules(self, x: Inputs) -> None:
         values = {name: value.requires_grad_() for name, value in self._parameters.values().items()}
         with torch.enable_grad():
-            theirs = leaf_uses(outputs_of(self.model, x).grad_fn)
+            theirs = leaf_uses(model_outputs(self.model, x).grad_fn)
             replaced = leaf_uses(self._output(values, x).grad_fn)
         for name, parameter in self._parameters.parameters.items():
             if theirs[id(parameter)] != replaced[id(values[name])]:
@@ -133,7 +133,7 @@ class PerExampleGradients:
     def _output(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """The outputs for the only data point of x, with these values of the parameters."""
         with self._parameters.replaced(values):
-            return outputs_of(self.model, x)[0]
+            return model_outputs(self.model, x)[0]
 
     def _by_vmap(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
         """``(K, N, *parameter.shape)`` of every parameter from columns ``(K, N, *outputs)``."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, tensors_of
+from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, tensors_of
 from ella_cuda.laplace.evidence import data_weight
 from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
@@ -290,11 +290,11 @@ class Predictive:
         found = []
         filling, plain = self.fitted_model.filling(), without_autocast(mean.device.type)
         with filling, at_test_time(self.model), in_plain_products(), plain, torch.no_grad():
-            outputs = outputs_of(self.model, x)
+            outputs = model_outputs(self.model, x)
 
             def function(values: dict[str, Tensor]) -> Tensor:
                 with parameters.replaced(values):
-                    return outputs_of(self.model, x)
+                    return model_outputs(self.model, x)
 
             tangent = self._tangent() if pred_type == "glm" else None
             for begin in range(0, n_samples, at_once):

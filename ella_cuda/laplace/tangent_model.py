@@ -14,7 +14,7 @@ from ella_cuda.laplace.batches import (
     data_points,
     inputs_on,
     map_tensors,
-    outputs_of,
+    model_outputs,
     run_model,
     take,
     tensors_of,
@@ -278,7 +278,7 @@ class TangentModel:
 
     def _run(self, x: Inputs, values: Mapping[str, Tensor]) -> Tensor:
         with self._replaced.replaced({**self._constants, **values}), embeddings_have_derivatives(self.model):
-            return outputs_of(self.model, x)
+            return model_outputs(self.model, x)
 
     def _leaves(self) -> Values:
         return {name: value.detach().requires_grad_() for name, value in self._values.items()}

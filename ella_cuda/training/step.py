@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, outputs_of, run_model, tensors_of
+from ella_cuda.laplace.batches import Inputs, model_outputs, run_model, tensors_of
 from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.ops._precision import casting_anew, without_autocast
 
@@ -84,7 +84,7 @@ class TrainingStep:
         """
         device = self.variance.device.type
         with casting_anew(device):
-            outputs = outputs_of(self.model, x)
+            outputs = model_outputs(self.model, x)
         # As torch asks: the backward of each operation is then in its forward's precision.
         with without_autocast(device):
             y = checked(outputs, y)

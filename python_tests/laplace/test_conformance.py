@@ -309,10 +309,7 @@ def test_the_evidence_inside_of_a_graph(case, approximation):
     close(exact_log_marginal_likelihood(la, x, y), oracle.evidence(approximation))
 
 
-ONE_POSITION = {"FactoredLinear2d, one position": ("reduce",)}  # an AttributeError
-
-
-@rows("twice", wrong=ONE_POSITION)
+@rows("twice")
 def test_two_calls(case, approximation):
     """Positions of both are shared positions, in checkpoints too."""
     model, x, y, oracle = problem(case, calls=2)
@@ -326,7 +323,7 @@ def test_two_calls(case, approximation):
 
 
 # The first call counts twice where no layer has a bias by which a function's call is told from a layer's.
-@rows("twice", wrong={"Linear, no bias": APPROXIMATIONS, **ONE_POSITION})
+@rows("twice", wrong={"Linear, no bias": APPROXIMATIONS})
 def test_a_weight_of_two_layers(case, approximation):
     model, x, y, oracle = problem(case, calls=2, tied=True)
     check(fitted(model, x, y, approximation=approximation), oracle, x)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ella_cuda import ops
 from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
-from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, inputs_on, merged, run_model
+from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, inputs_on, merged, model_outputs, run_model
 from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.data_fit import DataFitGradient

@@ -107,7 +107,7 @@ class Rows(ABC):
         return Dense(one + its, self.blocks)
 
     def settled(self) -> Rows:
-        """The same rows, with no tensor in a graph but :meth:`tensors`."""
+        """The same rows as a function of :meth:`tensors` alone, which is the same for all data points' copies."""
         return self
 
     def tensors(self) -> list[Tensor]:

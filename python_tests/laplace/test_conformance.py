@@ -361,7 +361,6 @@ def test_positions_folded_into_the_batch(case, approximation):
 
 
 # Copies of which other components are returned have their gradients at other positions, and are summed as if at the same.
-POOLED = {"StridedCircularConv2d": ("expand",)}
 
 
 @functools.lru_cache(maxsize=2)
@@ -378,7 +377,7 @@ def averages(case: Case, copies: int, count: int, moved: float = 0.0) -> tuple:
 
 
 @pytest.mark.parametrize(("copies", "count"), [(3, 4), (16, 3)], ids=["together", "in chunks"])
-@rows("copies", wrong=POOLED)
+@rows("copies")
 def test_copies(case, approximation, copies, count):
     model, x, y, oracle, eps = averages(case, copies, count)
     together = copies == 3
@@ -392,7 +391,7 @@ def test_copies(case, approximation, copies, count):
             close(fitted(model, x, y, kind=DiagLaplace).H, oracle.whole().diagonal())
 
 
-@rows("copies", "one_call", wrong=POOLED)
+@rows("copies", "one_call")
 def test_the_gradient_of_the_evidence(case, approximation):
     """In the amounts of an augmentation, against central differences."""
     step = 1e-4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,33 @@ class Conv2dRule(Rule):
         return whole[..., left : left + width]
 
 
+class Sampled(Patches):
+    """What channels are at every position of planes, which are zero outside of one polyphase component.
+
+    Args:
+        values: the component, ``(R, D, H, W)``, of planes of twice the size.
+        chosen: returns the component of each data point, ``(N,)``, as :func:`ella_cuda.ops.circular_pad2d` counts them.
+    """
+
+    def __init__(self, values: Tensor, chosen: Callable[[], Tensor]) -> None:
+        super().__init__(values, (1, 1))
+        self.chosen = chosen
+
+    @property
+    def positions(self) -> int:
+        return 4 * super().positions
+
+    def over_copies(self, copies: int, mean: bool) -> Rows:
+        return self if copies == 1 else self.settled().over_copies(copies, mean)
+
+    def settled(self) -> Rows:
+        g, index = self.values, self.chosen()
+        index = index.repeat(len(g) // len(index))
+        whole = g.new_zeros(*g.shape[:3], 2, g.shape[3], 2)
+        whole[torch.arange(len(g), device=g.device), :, :, index & 1, :, index >> 1] = g
+        return Patches.of_planes(whole.flatten(4).flatten(2, 3))
+
+
 @register(SparseConv2d)
 class SparseConv2dRule(Conv2dRule):
     r""":class:`ella_cuda.nn.SparseConv2d`: the factors of the convolution it is, the input side projected on the basis,
@@ -169,15 +196,19 @@ class StridedCircularConv2dRule(Rule):
     def input_rows(self, x: Tensor) -> dict[str, Rows]:
         return {"weight": same_circular_patches(full(x), self.module.kernel_size)}
 
-    def output_rows(self, gradient: Tensor, kept: None) -> dict[str, Rows]:
-        rows = Patches.of_planes(gradient.flatten(0, 1))
-        return {"weight": rows.among(4 * rows.positions), "bias": rows}
+    def keep(self, x: Tensor) -> Tensor:
+        return x
+
+    def output_rows(self, gradient: Tensor, kept: Tensor) -> dict[str, Rows]:
+        m, flat = self.module, gradient.flatten(0, 1)
+        weight = Sampled(flat, lambda: circular_conv2d_pool_index(kept, m.weight.detach(), m.bias, m.norm))
+        return {"weight": weight, "bias": Patches.of_planes(flat)}
 
     def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
         x, m = arguments[0], self.module
         chosen = circular_conv2d_pool_index(x, m.weight.detach(), m.bias, m.norm)
         sampled = circular_pad2d(x, *(k // 2 for k in m.kernel_size), chosen)
-        shapes, outputs = self.shapes(), self.output_rows(gradient, None)
+        shapes, outputs = self.shapes(), self.output_rows(gradient, x)
         inputs = {"weight": Patches(sampled, m.kernel_size, stride=(2, 2))}
         return {
             name: Jacobian.of_rows(shapes[name], inputs.get(name), outputs[name], len(gradient))

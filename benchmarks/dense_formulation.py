@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ella_cuda.laplace import FactorShape, register
+from ella_cuda.laplace import Dense, FactorShape, Rows, SecondMoment, register
 from ella_cuda.laplace.rules import FactoredLinear2dRule
 from ella_cuda.nn import FactoredLinear2d
 
@@ -55,14 +55,17 @@ class DenseFactoredLinear2dRule(FactoredLinear2dRule):
             shapes[name] = FactorShape(1, shape.groups * shape.inputs, shape.outputs, 1)
         return shapes
 
-    def inputs(self, x: Tensor) -> None:
-        x = x.flatten(2)
-        self.collect_weights()
-        z = torch.bmm(x.transpose(0, 1), self._weight_in.permute(1, 2, 0)) + self.module.bias_in.detach()
-        for name, rows in (("weight_in", x), ("weight_out", z.permute(1, 2, 0))):
-            moment = self.factors[name].input_moment
-            kron_accumulate_dense_(moment.total[0], rows)
-            moment.count(rows.shape[0] * rows.shape[1])
+    def input_rows(self, x: Tensor) -> dict[str, Rows]:
+        return {name: OfOneBlock(rows.dense()) for name, rows in super().input_rows(x).items()}
+
+
+class OfOneBlock(Dense):
+    """Rows of blocks, added to one dense block."""
+
+    def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
+        rows = self.values[:, 0]
+        kron_accumulate_dense_(moment.total[0], rows)
+        moment.count(rows.shape[0] * rows.shape[1])
 
 
 def with_dense_factors(model: torch.nn.Module) -> torch.nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from ella_cuda.laplace.eigenvalues import eigenbases_of_all
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.ops._precision import in_own_precision
-
-if TYPE_CHECKING:
-    from ella_cuda.laplace.kron import KronLaplace
 
 
 class Eigenbasis(NamedTuple):
@@ -161,7 +158,7 @@ class Spectra:
         return self._packed
 
 
-def eigenbases_of(la: KronLaplace) -> dict[str, Eigenbasis]:
+def eigenbases_of(la: Any) -> dict[str, Eigenbasis]:
     """The eigenbases of all factors, by parameter name, computed once for a fit."""
     la.fitted_model.require_fit()
     if la._eigenbases is None:

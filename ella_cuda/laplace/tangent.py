@@ -200,8 +200,14 @@ def jvp(
     *others, last = (
         {name: d[sample] for name, d in directions.items()} for sample in range(len(next(iter(directions.values()))))
     )
-    last = way(last)
-    if in_forward_mode and others:
+    try:
+        first = way(last)
+    except Exception:  # a function that torch.func cannot take, such as one that differentiates itself
+        if not in_forward_mode:
+            raise
+        way, first = reverse, reverse(last)
+    last = first
+    if way is forward and others:
         with suppress(Exception):  # whatever functions that vmap cannot take raise
             together = torch.func.vmap(way)(directions)
             # Some functions have wrong derivatives there, all but the first.

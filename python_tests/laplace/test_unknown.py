@@ -226,7 +226,7 @@ def test_they_are_saved_added_to_and_listed(unknown, data):
     torch.testing.assert_close(other.log_marginal_likelihood(), half.log_marginal_likelihood(), rtol=0, atol=0)
     other.fit([(x[2:], y[2:])], override=False)
     torch.testing.assert_close(other.log_marginal_likelihood(), whole.log_marginal_likelihood())
-    with pytest.raises(ValueError, match="unknown is|parameter_names is"):
+    with pytest.raises(ValueError, match=r"unknown is|parameter_names is"):
         KronLaplace(nn.Sequential(nn.Linear(2, 2))).load_state_dict(half.state_dict())
     blocks = {line.split()[0]: line.split()[-1] for line in whole.summary().splitlines()[1:-1]}
     assert blocks["gains"] == blocks["scale"] == ("exact" if unknown == "diagonal" else "-")

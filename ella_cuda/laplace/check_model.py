@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
 
 from ella_cuda.laplace.batches import (
     Inputs,
@@ -26,6 +25,7 @@ from ella_cuda.laplace.batches import (
     tensors_of,
 )
 from ella_cuda.laplace.call import Place, batch_first
+from ella_cuda.laplace.interception import FunctionMode, hookable_modules, hooks
 from ella_cuda.laplace.one_function import generator_states, refusing_changes_of_gradients, require_one_function
 from ella_cuda.laplace.values import rounding_of
 
@@ -182,7 +182,9 @@ def _two_and_three(
     return two, checked_outputs(of_two, 2), calls, checked_outputs(outputs, 3)
 
 
-class LinearFunctions(TorchFunctionMode):
+def linear_functions(
+    layers: Iterable[nn.Module], take: Callable[[nn.Module, Tensor, Tensor], Tensor], running: Sequence[nn.Module]
+) -> FunctionMode:
     """While the mode is on, calls of :func:`torch.nn.functional.linear` with the weight and the bias of one of these layers are handed on,
     unless the layer's own forward makes them.
 
@@ -191,25 +193,19 @@ class LinearFunctions(TorchFunctionMode):
         take: ``(layer, x, output) -> output``.
         running: the modules whose forward runs.
     """
+    by_weight = {id(layer.weight): layer for layer in layers}
 
-    def __init__(
-        self,
-        layers: Iterable[nn.Module],
-        take: Callable[[nn.Module, Tensor, Tensor], Tensor],
-        running: Sequence[nn.Module],
-    ) -> None:
-        self._layers = {id(layer.weight): layer for layer in layers}
-        self._take, self._running = take, running
-
-    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if func is not F.linear:
             return out
-        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
-        layer = self._layers.get(id(given["weight"]))
-        if layer is None or given.get("bias") is not layer.bias or layer in self._running:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        layer = by_weight.get(id(given["weight"]))
+        if layer is None or given.get("bias") is not layer.bias or layer in running:
             return out
-        return self._take(layer, given["input"], out)
+        return take(layer, given["input"], out)
+
+    return FunctionMode(handle)
 
 
 @contextmanager
@@ -217,7 +213,7 @@ def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]
     """For the duration of the context, note the calls of the modules in the order in which they end."""
     running: list[nn.Module] = []
 
-    def begin(module: nn.Module, args: Any) -> None:
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         running.append(module)
 
     def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -235,17 +231,9 @@ def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]
         calls.append(call)
         return out
 
-    handles = []
-    try:
-        for module in modules:
-            handles.append(module.register_forward_pre_hook(begin, prepend=True))
-            handles.append(module.register_forward_hook(end, prepend=True, with_kwargs=True))
-        linear = [module for module in modules if type(module) is nn.Linear]
-        with LinearFunctions(linear, by_function, running):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    linear = [module for module in modules if type(module) is nn.Linear]
+    with hooks(modules, begin, end, prepend=True, with_kwargs=True), linear_functions(linear, by_function, running):
+        yield
 
 
 def _images(x: Inputs, count: int) -> Inputs:
@@ -492,8 +480,7 @@ def _differ(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> l
 
 def _culprit(model: nn.Module, x: Inputs) -> str:
     """Words for the module in whose forward the gradients of several columns at once go wrong."""
-    # Scripted modules take no hooks.
-    names = {m: name for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
+    names = hookable_modules(model)
     with torch.enable_grad():
         calls, _ = _run(model, names, _images(x, 2))
     generator = torch.Generator("cpu").manual_seed(0)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
 from ella_cuda.laplace.call import Call, Place, arguments_in_order, batch_first
+from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.one_function import identical
 from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.rules.recorded import adds
@@ -67,14 +68,9 @@ def check_rules(model: nn.Module, rules: Sequence[Rule], x: Inputs, places: Mapp
 
     count = data_points(x)
     few = take(x, torch.arange(POINTS, device=tensors_of(x)[0].device) % count)
-    handles = [module.register_forward_hook(keep, prepend=True, with_kwargs=True) for module in foreign]
-    try:
-        with torch.no_grad():
-            run_model(model, few)
-    finally:
-        for handle in handles:
-            handle.remove()
     with torch.no_grad():
+        with hooks(foreign, after=keep, prepend=True, with_kwargs=True):
+            run_model(model, few)
         for rule, (arguments, out) in calls.items():
             if out.is_floating_point() and out.isfinite().all():
                 _Check(rule, arguments, out).run()

@@ -42,6 +42,7 @@ from ella_cuda.laplace.copies import (
     warn_of_all_copies,
 )
 from ella_cuda.laplace.data_fit import hyperparameters
+from ella_cuda.laplace.interception import FunctionMode, hooks
 from ella_cuda.laplace.kronecker_sums import Consumer, KroneckerSums, SummedCopies
 from ella_cuda.laplace.layer_pass import LayerPass
 from ella_cuda.laplace.likelihoods import Columns, bytes_each
@@ -338,9 +339,9 @@ class CurvaturePass(LayerPass):
             stack.enter_context(self.layers())
             for module in self.model.modules():
                 if (scale := constant_scale(module)) is not None:  # its hook comes before that of a rule
-                    handle = module.register_forward_hook(self._scaled(scale), prepend=True)
-                    stack.callback(handle.remove)
-            stack.enter_context(InterceptedFunctions(self._passed, self._wants_nodes, self._hooked))
+                    stack.enter_context(hooks([module], after=self._scaled(scale), prepend=True))
+            functions = InterceptedFunctions(self._passed, self._wants_nodes, self._hooked)
+            stack.enter_context(FunctionMode(functions))
             yield
 
     def forward(self, x: Inputs) -> Tensor:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ella_cuda.laplace.batches import Inputs, map_tensors, run_model
+from ella_cuda.laplace.interception import FunctionMode, hookable_modules, hooks
 from ella_cuda.laplace.values import rounding_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -90,21 +90,12 @@ def _recorded(model: nn.Module, few: Inputs) -> Recorded:
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:  # what follows may work in place
         given.append(copied(args, kwargs))
 
-    def end(module: nn.Module, args: Any, out: Any) -> None:
+    def end(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         calls.append((f"{names[module]!r} ({type(module).__name__})", given.pop(), copied(out)))
 
-    # Scripted modules take no hooks.
-    names = {m: name for name, m in model.named_modules() if name and not isinstance(m, torch.jit.ScriptModule)}
-    handles = []
-    try:
-        for module in names:
-            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-            handles.append(module.register_forward_hook(end))
-        with torch.enable_grad():  # a forward may put hooks on its tensors
-            out = run_model(model, map_tensors(few, Tensor.clone))
-    finally:
-        for handle in handles:
-            handle.remove()
+    names = {m: name for m, name in hookable_modules(model).items() if name}
+    with hooks(names, begin, end, with_kwargs=True), torch.enable_grad():  # a forward may put hooks on its tensors
+        out = run_model(model, map_tensors(few, Tensor.clone))
     calls.append((type(model).__name__, [], copied(out)))
     return calls
 
@@ -144,18 +135,6 @@ def _put_back(table: dict[Any, Hook], key: Any, hook: Hook) -> None:
         table[key] = hook
 
 
-class _TensorHooks(TorchFunctionMode):
-    """While the mode is on, hooks that a forward puts on tensors of the graph are watched."""
-
-    def __init__(self, watched: _Watched) -> None:
-        self._watched = watched
-
-    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is Tensor.register_hook and len(args) == 2 and args[0].grad_fn is not None:
-            args = args[0], self._watched(args[1], 0, "a hook that the forward puts on a tensor")
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def refusing_changes_of_gradients(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[None]:
     """Watch hooks during a forward pass and plain backward passes of it inside the context: backward hooks of modules, of all modules, and
@@ -174,13 +153,19 @@ def refusing_changes_of_gradients(model: nn.Module, layers: Collection[nn.Module
     for name, module in model.named_modules():
         words = f"a backward hook of {name or 'the model'!r} ({type(module).__name__})"
         tables += [(module._backward_hooks, 1, words), (module._backward_pre_hooks, 1, words)]
+
+    def watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is Tensor.register_hook and len(args) == 2 and args[0].grad_fn is not None:
+            args = args[0], watched(args[1], 0, "a hook that the forward puts on a tensor")
+        return func(*args, **kwargs)
+
     with ExitStack() as stack:
         stack.callback(setattr, watched, "on", False)
         for table, at, words in tables:
             for key, hook in [*table.items()]:
                 table[key] = watched(hook, at, words)
                 stack.callback(_put_back, table, key, hook)
-        stack.enter_context(_TensorHooks(watched))
+        stack.enter_context(FunctionMode(watch))
         yield
     if watched.found:
         raise ValueError(

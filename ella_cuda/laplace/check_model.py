@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,7 @@ from ella_cuda.laplace.batches import (
 )
 from ella_cuda.laplace.call import Place, batch_first
 from ella_cuda.laplace.interception import FunctionMode, hookable_modules, hooks
-from ella_cuda.laplace.one_function import generator_states, refusing_changes_of_gradients, require_one_function
+from ella_cuda.laplace.one_function import alike, generator_states, refusing_changes_of_gradients, require_one_function
 from ella_cuda.laplace.values import rounding_of
 
 if TYPE_CHECKING:
@@ -53,20 +52,24 @@ class Findings:
     image_bytes: int = 0
 
 
-@dataclasses.dataclass
 class _Call:
-    """A module's call, as a forward hook saw it. Of an output of several parts, the first."""
+    """A module's call, as a forward hook saw it. Of an output of several parts, the first.
 
-    module: nn.Module
-    inside: tuple[nn.Module, ...]  # the watched modules whose forward ran, the outermost first
-    inputs: list[Tensor]
-    out: Any
-    nodes: list[Node | None]  # of the inputs, as they were then: what follows may work in place
-    node: Node | None  # of the output
-    shape: torch.Size | None
-    parameters: dict[str, Tensor | None]  # what the module had under its parameters' names
-    by_function: bool = False
-    place: Place | None = None  # of the images in the output, where it is known
+    Attributes:
+        inside: the watched modules whose forward ran, the outermost first.
+        by_function: whether :func:`torch.nn.functional.linear` was called, with the module's parameters.
+        place: of the images in the output, where it is known.
+    """
+
+    def __init__(
+        self, module: nn.Module, inside: Sequence[nn.Module], inputs: list[Tensor], out: Any, by_function: bool = False
+    ) -> None:
+        self.module, self.inside, self.inputs, self.out, self.by_function = module, (*inside,), inputs, out, by_function
+        self.place: Place | None = None
+        # As they are now: what follows may work in place, and replace parameters.
+        self.nodes = [tensor.grad_fn for tensor in inputs]
+        self.node, self.shape = (out.grad_fn, out.shape) if isinstance(out, Tensor) else (None, None)
+        self.parameters = dict(module.named_parameters())
 
 
 def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = True, copies: int = 1) -> Findings:
@@ -101,22 +104,22 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
         places = _places(known, two, calls, copies)
         by_function = frozenset(known[call.module] for call in calls if call.by_function)
         _require_own_parameters(known, parameters, calls, outputs)
-        if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
+        tensors = [call for call in calls if isinstance(call.out, Tensor)]
+        found = [call for call in tensors if call.out.requires_grad]
+        if len(found) < len(tensors):
             require_no_reentrant_checkpoint(model, x)
-        image_bytes = sum(c.out.numel() * c.out.element_size() for c in calls if isinstance(c.out, Tensor)) // 3
+        image_bytes = sum(call.out.numel() * call.out.element_size() for call in tensors) // 3
         if not outputs.requires_grad:
             if calls and any(p.requires_grad for of in parameters.values() for p in of.values()):
                 raise ValueError(
                     "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
                 )
             return Findings(places, by_function, True, image_bytes)
-        generator = torch.Generator("cpu").manual_seed(0)  # the global one is not ours to move
-        directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(outputs)
-        found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
+        directions = _directions(outputs)
         for image in (0, 1):  # the second alone stays where it is when images are put in reverse
             # Larger than those of a fit, so that hooks that clip gradients do.
             _require_independence(known, found, outputs, LARGE * directions[0], image)
-        if _differ_by_images(of_two, outputs):
+        if not alike(of_two, outputs[:2]):
             require_one_function(model, _images(x, 2), drew=False)
             raise ValueError(
                 "fit: the model's outputs for two images are others when a third is in the batch, so the curvature is no sum over images. "
@@ -124,14 +127,13 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
                 "or of its size, mix them."
             )
     reason = _unbatched(outputs, [call.out for call in found], directions) if several and found else None
-    if reason is None:
-        return Findings(places, by_function, True, image_bytes)
-    warnings.warn(
-        f"fit: {reason or _culprit(model, x)}; columns go back one at a time, which takes longer.",
-        UserWarning,
-        stacklevel=5,
-    )
-    return Findings(places, by_function, False, image_bytes)
+    if reason is not None:
+        warnings.warn(
+            f"fit: {reason or _culprit(model, x)}; columns go back one at a time, which takes longer.",
+            UserWarning,
+            stacklevel=5,
+        )
+    return Findings(places, by_function, reason is None, image_bytes)
 
 
 def require_rows_of_their_own(model: nn.Module, x: Inputs, alone: Tensor, rows: Tensor, outputs: Tensor) -> None:
@@ -140,13 +142,11 @@ def require_rows_of_their_own(model: nn.Module, x: Inputs, alone: Tensor, rows: 
     Args:
         x: a batch. alone: the outputs of some of its images in other batches. rows: which these are. outputs: of all.
     """
-    if _alike(outputs[rows], alone):
+    if alike(outputs[rows], alone):
         return
     with torch.enable_grad():
-        again = checked_outputs(
-            run_model(model, take(x, torch.arange(len(outputs) - 1, -1, -1, device=rows.device))), len(outputs)
-        )
-    if _alike(again.flip(0), outputs):  # a function with steps, which rounding in batches of other sizes passes
+        again = outputs_of(model, take(x, torch.arange(len(outputs) - 1, -1, -1, device=rows.device)))
+    if alike(again.flip(0), outputs):  # a function with steps, which rounding in batches of other sizes passes
         return
     require_one_function(model, take(x, rows[:2]), drew=False)
     raise ValueError(
@@ -208,9 +208,24 @@ def linear_functions(
     return FunctionMode(handle)
 
 
-@contextmanager
-def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]:
-    """For the duration of the context, note the calls of the modules in the order in which they end."""
+def _images(x: Inputs, count: int) -> Inputs:
+    """A copy of so many of the batch's images. Where the batch has one, the others are made of it, because images that are all the same
+    would not show that they mix.
+    """
+
+    def scaled(few: Tensor) -> Tensor:
+        if few.is_floating_point() or few.is_complex():
+            powers = torch.arange(count, device=few.device, dtype=torch.float32)
+            few = few.detach() * (0.75 ** powers.view(-1, *[1] * (few.dim() - 1))).to(few.dtype)
+        return few
+
+    few = take(x, torch.arange(count, device=tensors_of(x)[0].device) % data_points(x))
+    return map_tensors(few, scaled if data_points(x) == 1 else Tensor.detach)
+
+
+def _run(model: nn.Module, modules: Iterable[nn.Module], few: Inputs) -> tuple[list[_Call], Any]:
+    """The calls of the modules on these images, in the order in which the calls end, and what the model returns."""
+    calls: list[_Call] = []
     running: list[nn.Module] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -219,57 +234,16 @@ def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]
     def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         running.pop()
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if isinstance(out, tuple) and out and isinstance(module, nn.MultiheadAttention):
-            out = out[0]
-        node, shape = (out.grad_fn, out.shape) if isinstance(out, Tensor) else (None, None)
-        nodes = [a.grad_fn for a in inputs]
-        calls.append(_Call(module, tuple(running), inputs, out, nodes, node, shape, dict(module.named_parameters())))
+        several = isinstance(out, tuple) and out and isinstance(module, nn.MultiheadAttention)
+        calls.append(_Call(module, running, inputs, out[0] if several else out))
 
     def by_function(module: nn.Module, x: Tensor, out: Tensor) -> Tensor:
-        parameters = dict(module.named_parameters())
-        call = _Call(module, tuple(running), [x], out, [x.grad_fn], out.grad_fn, out.shape, parameters, True)
-        calls.append(call)
+        calls.append(_Call(module, running, [x], out, by_function=True))
         return out
 
     linear = [module for module in modules if type(module) is nn.Linear]
     with hooks(modules, begin, end, prepend=True, with_kwargs=True), linear_functions(linear, by_function, running):
-        yield
-
-
-def _images(x: Inputs, count: int) -> Inputs:
-    """A copy of so many of the batch's images. Where the batch has one, the others are made of it, because images that are all the same
-    would not show that they mix.
-    """
-    few = take(x, torch.arange(count, device=tensors_of(x)[0].device) % data_points(x))
-    return map_tensors(few, _scaled if data_points(x) == 1 else Tensor.detach)
-
-
-def _scaled(few: Tensor) -> Tensor:
-    """Images of which each is smaller than the one before, where they are real or complex numbers."""
-    few = few.detach()
-    if few.is_floating_point() or few.is_complex():
-        powers = torch.arange(len(few), device=few.device, dtype=torch.float32)
-        few *= 0.75 ** powers.view(-1, *[1] * (few.dim() - 1)).to(few.dtype)
-    return few
-
-
-def _run(model: nn.Module, modules: Iterable[nn.Module], few: Inputs) -> tuple[list[_Call], Any]:
-    """The calls of the modules on these images, and what the model returns."""
-    calls: list[_Call] = []
-    with _watched(modules, calls):
         return calls, run_model(model, few)
-
-
-def _differ_by_images(one: Tensor, other: Tensor) -> bool:
-    """Whether outputs of the first two images differ beyond rounding."""
-    return not _alike(one[:2], other[:2])
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether outputs are the same up to rounding."""
-    one, other = one.detach(), other.detach()
-    bound = rounding_of(other) * other.abs().amax() if other.numel() else 0
-    return not ((one - other).abs() > bound).any()  # what is not finite is found in the factors
 
 
 def _places(
@@ -294,11 +268,11 @@ def _places(
         place = None
         if 0 in along:
             place = Place(0, 1, copies)
-        elif 1 in along and len(shape) > 2 and _is_alike(call, Place(1)):
+        elif 1 in along and len(shape) > 2 and _treats_alike(call, Place(1)):
             place = Place(1, 1, copies)
         elif each > copies and not each % copies and (shape[0], other.shape[0]) == (2 * each, 3 * each):
             folded = Place(0, each // copies, copies)
-            place = folded if _is_alike(call, folded) else None
+            place = folded if _treats_alike(call, folded) else None
         if place is None and shape == other.shape:
             raise ValueError(
                 f"{rule.label}: its output has the shape {tuple(shape)} whatever the number of data points, so that the gradients of single "
@@ -316,7 +290,7 @@ def _places(
     return places
 
 
-def _is_alike(call: _Call, place: Place) -> bool:
+def _treats_alike(call: _Call, place: Place) -> bool:
     """Whether the layer of a call treats the data points alike when they are the first axis, as its rule gets them."""
     module = call.module
     if isinstance(module, nn.MultiheadAttention):
@@ -328,7 +302,7 @@ def _is_alike(call: _Call, place: Place) -> bool:
         except Exception:  # whatever a layer raises of an input of another shape
             return False
     expected = batch_first(out, place)
-    return again.shape == expected.shape and _alike(again, expected)
+    return again.shape == expected.shape and alike(again, expected)
 
 
 def _require_own_parameters(
@@ -368,18 +342,21 @@ def _require_own_parameters(
 def leaf_uses(end: Node | None, beginnings: Iterable[Node | None] = ()) -> collections.Counter[int]:
     """By the id of a leaf, how many edges lead to it in the graph behind ``end``, up to ``beginnings``."""
     uses: collections.Counter[int] = collections.Counter()
-    seen = {node for node in beginnings if node is not None}
-    waiting = [end] if end is not None and end not in seen else []
-    seen.update(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, Tensor):
-                uses[id(leaf)] += 1
-            elif node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
+    for node in _nodes(end, beginnings):
+        leaves = [getattr(before, "variable", None) for before, _ in node.next_functions]
+        uses.update(id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
     return uses
+
+
+def _nodes(end: Node | None, beginnings: Iterable[Node | None] = ()) -> Iterator[Node]:
+    """The nodes of the graph behind ``end``, up to ``beginnings``, each once."""
+    seen, waiting = {None, *beginnings}, [end]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
 
 
 def require_no_reentrant_checkpoint(model: nn.Module, x: Inputs) -> None:
@@ -399,14 +376,8 @@ def require_no_reentrant_checkpoint(model: nn.Module, x: Inputs) -> None:
             for buffer in buffers:
                 buffer.detach_()  # in which the forward may have kept something of the inputs
     end = outputs.grad_fn if isinstance(outputs, Tensor) else None
-    seen, waiting = {end}, [end] if end is not None else []
-    while waiting:
-        node = waiting.pop()
-        if node.name() == "CheckpointFunctionBackward":
-            raise RuntimeError("torch.utils.checkpoint is called with use_reentrant=True")
-        following = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= following
-        waiting += following
+    if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(end)):
+        raise RuntimeError("torch.utils.checkpoint is called with use_reentrant=True")
 
 
 def _require_independence(
@@ -451,31 +422,33 @@ def _require_independence(
             )
 
 
+def _directions(outputs: Tensor) -> Tensor:
+    """Two random directions of outputs, ``(2, N, ...)``. The global generator stays where it is."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(outputs)
+
+
 def _unbatched(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> str | None:
     """None where gradients under vmap are those of plain backward passes; else why not, "" where they differ."""
     try:
-        differ = _differ(outputs, tensors, directions)
+        return "" if _differ(outputs, tensors, directions) else None
     except Exception as error:  # a backward of the user's own may look at its argument's type
         return f"gradients of this model cannot be taken by torch.func.vmap ({' '.join(str(error).split())[:300]})"
-    return "" if any(differ) else None
 
 
-def _differ(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> list[bool]:
-    """Of which tensors the gradients along two directions at once are not those along one after the other, beyond rounding."""
+def _differ(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> bool:
+    """Whether gradients along two directions at once are not those along one after the other, beyond rounding."""
 
-    def vjp(direction: Tensor) -> tuple[Tensor | None, ...]:
-        found = torch.autograd.grad(outputs, tensors, direction, retain_graph=True, allow_unused=True)
-        return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True))
+    def vjp(direction: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs, tensors, direction, retain_graph=True, materialize_grads=True)
 
     together = torch.func.vmap(vjp)(directions)
     apart = [torch.stack(parts) for parts in zip(*(vjp(d) for d in directions), strict=True)]
-    differ = []
-    for one, other in zip(together, apart, strict=True):
-        size = other.abs().amax() if other.numel() else other.new_zeros(())
-        bound = rounding_of(other) * size
-        # What is not finite is found in the factors.
-        differ.append(((one - other).abs().amax() > bound) & size.isfinite() if other.numel() else size > 0)
-    return torch.stack(differ).tolist()  # one wait for the device
+    # What is not finite is found in the factors.
+    sizes = [rounding_of(other) * other.abs().amax() for other in apart if other.numel()]
+    gaps = [(one - other).abs().amax() for one, other in zip(together, apart, strict=True) if other.numel()]
+    differ = [(gap > size) & size.isfinite() for gap, size in zip(gaps, sizes, strict=True)]
+    return bool(differ) and bool(torch.stack(differ).any())  # one wait for the device
 
 
 def _culprit(model: nn.Module, x: Inputs) -> str:
@@ -483,19 +456,13 @@ def _culprit(model: nn.Module, x: Inputs) -> str:
     names = hookable_modules(model)
     with torch.enable_grad():
         calls, _ = _run(model, names, _images(x, 2))
-    generator = torch.Generator("cpu").manual_seed(0)
     # In the order in which calls end: a module comes after those in its forward.
     for at, call in enumerate(calls):
         if not isinstance(call.out, Tensor) or not call.out.requires_grad:
             continue
         behind = [c.out for c in calls[:at] if call.module in c.inside]
         tensors = {id(t): t for t in (*call.inputs, *behind) if isinstance(t, Tensor) and t.requires_grad}
-        directions = torch.randn(2, *call.out.shape, generator=generator, dtype=torch.float64, device="cpu").to(
-            call.out
-        )
-        if tensors and any(_differ(call.out, list(tensors.values()), directions)):
-            module = call.module
+        if tensors and _differ(call.out, list(tensors.values()), _directions(call.out)):
+            model = call.module
             break
-    else:
-        module = model
-    return f"torch.func.vmap takes wrong gradients through {names.get(module) or '(the model itself)'!r} ({type(module).__name__})"
+    return f"torch.func.vmap takes wrong gradients through {names.get(model) or '(the model itself)'!r} ({type(model).__name__})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,10 +49,10 @@ def require_one_function(model: nn.Module, few: Inputs, drew: bool) -> None:
     first = _recorded(model, few)
     for _ in range(RUNS):
         again = _recorded(model, few)
-        differing = [not _alike(one[2], other[2]) for one, other in zip(first, again, strict=False)]
+        differing = [not _all_alike(one[2], other[2]) for one, other in zip(first, again, strict=False)]
         if len(first) != len(again) or differing[-1]:
             # A module ends after those inside of it; what it got may differ because of others.
-            culprits = (a[0] for a, b, d in zip(first, again, differing, strict=False) if d and _alike(a[1], b[1]))
+            culprits = (a[0] for a, b, d in zip(first, again, differing, strict=False) if d and _all_alike(a[1], b[1]))
             raise ValueError(
                 f"fit: {next(culprits, type(model).__name__)} draws random numbers in evaluation mode, or keeps something from call to call: "
                 "the model's outputs for the same images differ, and the evidence would be that of one draw. Draw in training alone "
@@ -67,16 +67,20 @@ def require_one_function(model: nn.Module, few: Inputs, drew: bool) -> None:
         )
 
 
-def _alike(one: list[Any], other: list[Any]) -> bool:
+def _all_alike(one: list[Any], other: list[Any]) -> bool:
     """Whether tensors are the same; on CUDA, where sums have no order, up to rounding."""
-    return len(one) == len(other) and all(map(_is_alike, one, other))
+    return len(one) == len(other) and all(
+        alike(a, b) if isinstance(a, Tensor) and a.is_cuda and a.is_floating_point() else identical(a, b)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
-def _is_alike(one: Any, other: Any) -> bool:
-    if not (isinstance(one, Tensor) and one.is_cuda and one.is_floating_point()):
-        return identical(one, other)
-    bound = rounding_of(one) * one.abs().nan_to_num().amax() if one.numel() else 0
-    return one.shape == other.shape and bool(((one - other).abs().nan_to_num() <= bound).all())
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are the same up to rounding, as are those that are not finite at the same entries."""
+    if one.shape != other.shape or not one.numel():
+        return one.shape == other.shape
+    one, other = one.detach(), other.detach()
+    return bool(((one - other).abs().nan_to_num() <= rounding_of(other) * other.abs().nan_to_num().amax()).all())
 
 
 def _recorded(model: nn.Module, few: Inputs) -> Recorded:
@@ -100,27 +104,6 @@ def _recorded(model: nn.Module, few: Inputs) -> Recorded:
     return calls
 
 
-class _Watched:
-    """Hooks that note, for as long as this is on, whether they change what they get: their argument number ``at``; those that get an output,
-    of these layers."""
-
-    def __init__(self, layers: Collection[nn.Module]) -> None:
-        self.on, self.found, self._layers = True, "", layers
-
-    def __call__(self, hook: Hook, at: int, words: str) -> Hook:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if not self.on or (at == OUTPUT and args[0] not in self._layers):
-                return hook(*args, **kwargs)
-            before = [v.clone() if isinstance(v, Tensor) else v for v in tree_leaves(args[at])]
-            out = hook(*args, **kwargs)
-            after = tree_leaves(args[at] if out is None else out)
-            if len(after) != len(before) or not all(map(identical, before, after)):
-                self.found = self.found or f"{words} ({getattr(hook, '__qualname__', type(hook).__name__)})"
-            return out
-
-        return called
-
-
 def identical(one: Any, other: Any) -> bool:
     """Whether tensors have the same numbers, nan and nan being the same; what is no tensor is."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
@@ -128,11 +111,6 @@ def identical(one: Any, other: Any) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def _put_back(table: dict[Any, Hook], key: Any, hook: Hook) -> None:
-    if key in table:  # a hook may remove itself
-        table[key] = hook
 
 
 @contextmanager
@@ -144,7 +122,29 @@ def refusing_changes_of_gradients(model: nn.Module, layers: Collection[nn.Module
     Raises:
         ValueError: at the end of the context, one changed what it got; names it.
     """
-    watched = _Watched(layers)
+    found: list[str] = []
+    watching = True
+
+    def watched(hook: Hook, at: int, words: str) -> Hook:
+        """The hook, which is compared with what it gets, its argument number ``at``; of a hook that gets an output, of these layers."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not watching or (at == OUTPUT and args[0] not in layers):
+                return hook(*args, **kwargs)
+            before = [v.clone() if isinstance(v, Tensor) else v for v in tree_leaves(args[at])]
+            out = hook(*args, **kwargs)
+            after = tree_leaves(args[at] if out is None else out)
+            if len(after) != len(before) or not all(map(identical, before, after)):
+                found.append(f"{words} ({getattr(hook, '__qualname__', type(hook).__name__)})")
+            return out
+
+        return called
+
+    def watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is Tensor.register_hook and len(args) == 2 and args[0].grad_fn is not None:
+            args = args[0], watched(args[1], 0, "a hook that the forward puts on a tensor")
+        return func(*args, **kwargs)
+
     tables: list[tuple[dict[Any, Hook], int, str]] = [
         (of_all_modules._global_backward_hooks, 1, "a backward hook of all modules"),
         (of_all_modules._global_backward_pre_hooks, 1, "a backward hook of all modules"),
@@ -153,22 +153,19 @@ def refusing_changes_of_gradients(model: nn.Module, layers: Collection[nn.Module
     for name, module in model.named_modules():
         words = f"a backward hook of {name or 'the model'!r} ({type(module).__name__})"
         tables += [(module._backward_hooks, 1, words), (module._backward_pre_hooks, 1, words)]
-
-    def watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is Tensor.register_hook and len(args) == 2 and args[0].grad_fn is not None:
-            args = args[0], watched(args[1], 0, "a hook that the forward puts on a tensor")
-        return func(*args, **kwargs)
-
-    with ExitStack() as stack:
-        stack.callback(setattr, watched, "on", False)
+    replaced = [(table, key, hook) for table, _, _ in tables for key, hook in table.items()]
+    try:
         for table, at, words in tables:
-            for key, hook in [*table.items()]:
-                table[key] = watched(hook, at, words)
-                stack.callback(_put_back, table, key, hook)
-        stack.enter_context(FunctionMode(watch))
-        yield
-    if watched.found:
+            table.update({key: watched(hook, at, words) for key, hook in table.items()})
+        with FunctionMode(watch):
+            yield
+    finally:
+        watching = False
+        for table, key, hook in replaced:
+            if key in table:  # a hook may remove itself
+                table[key] = hook
+    if found:
         raise ValueError(
-            f"fit: {watched.found} changes what passes it, so that gradients are no derivatives of the model's outputs. Remove it by its "
+            f"fit: {found[0]} changes what passes it, so that gradients are no derivatives of the model's outputs. Remove it by its "
             "handle for the fit; a hook that looks on may stay."
         )

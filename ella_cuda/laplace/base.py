@@ -26,8 +26,7 @@ from ella_cuda.laplace.batches import (
     take,
     tensors_of,
 )
-from ella_cuda.laplace.check_likelihood import POINTS, check_likelihood
-from ella_cuda.laplace.check_rule import is_own
+from ella_cuda.laplace.check_extensions import POINTS, check_likelihood, is_own
 from ella_cuda.laplace.copies import augment_of, checked_draws, fixed_draws, require_constant_amounts, tried_copies
 from ella_cuda.laplace.curvature import CurvaturePass
 from ella_cuda.laplace.data_fit import DataFitGradient

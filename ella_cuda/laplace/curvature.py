@@ -22,8 +22,8 @@ from torch.autograd import forward_ad
 
 from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, run_model, take, tensors_of
 from ella_cuda.laplace.call import Call, Place, batch_first
+from ella_cuda.laplace.check_extensions import check_rules
 from ella_cuda.laplace.check_model import outputs_apart, probe, require_rows_of_their_own
-from ella_cuda.laplace.check_rule import check_rules
 from ella_cuda.laplace.column_functions import (
     Before,
     ConstantScale,

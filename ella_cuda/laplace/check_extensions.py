@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
 from ella_cuda.laplace.call import Call, Place, arguments_in_order, batch_first
+from ella_cuda.laplace.check_model import identical
 from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.likelihoods import IndependentLikelihood, Likelihood, bytes_each
-from ella_cuda.laplace.one_function import identical
 from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.rules.recorded import adds
 from ella_cuda.laplace.second_moment import UnkeptMoment

@@ -1,17 +1,24 @@
-"""Checks before a fit: batch axes, independence over the batch, parameters used only in registered modules."""
+"""Checks before a fit: batch axes, independence over the batch, parameters used only in registered modules, one function whose gradients
+are its derivatives."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.modules import module as of_all_modules
+from torch.utils._pytree import tree_leaves
 
 from ella_cuda.laplace.batches import (
     Inputs,
@@ -25,7 +32,6 @@ from ella_cuda.laplace.batches import (
 )
 from ella_cuda.laplace.call import Place, batch_first
 from ella_cuda.laplace.interception import FunctionMode, hookable_modules, hooks
-from ella_cuda.laplace.one_function import alike, generator_states, refusing_changes_of_gradients, require_one_function
 from ella_cuda.laplace.values import rounding_of
 
 if TYPE_CHECKING:
@@ -33,11 +39,16 @@ if TYPE_CHECKING:
 
 LARGE = 2.0**10  # columns of a fit have sizes of 1 and less
 APART = 32  # images of a first batch whose outputs are compared
+OUTPUT = -1  # among a forward hook's arguments
+RUNS = 8  # that are compared where a generator moved
+Hook = Callable[..., Any]
+# Of every call that ended: the module in words, its inputs, its outputs.
+Recorded = list[tuple[str, list[Any], list[Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What a network turned out to be.
+    """The result of :func:`probe`.
 
     Attributes:
         places: where the images are in each of a layer's calls, of every rule whose layer was called.
@@ -115,10 +126,10 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
                     "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
                 )
             return Findings(places, by_function, True, image_bytes)
-        directions = _directions(outputs)
+        direction = LARGE * _directions(outputs)[0]
         for image in (0, 1):  # the second alone stays where it is when images are put in reverse
             # Larger than those of a fit, so that hooks that clip gradients do.
-            _require_independence(known, found, outputs, LARGE * directions[0], image)
+            _require_independence(known, found, outputs, direction, image)
         if not alike(of_two, outputs[:2]):
             require_one_function(model, _images(x, 2), drew=False)
             raise ValueError(
@@ -126,10 +137,10 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
                 "Take the images apart: batch statistics (a normalisation without running statistics), and functions along the batch's axis "
                 "or of its size, mix them."
             )
-    reason = _unbatched(outputs, [call.out for call in found], directions) if several and found else None
+    reason = _unbatched(model, x, outputs, [call.out for call in found]) if several and found else None
     if reason is not None:
         warnings.warn(
-            f"fit: {reason or _culprit(model, x)}; columns go back one at a time, which takes longer.",
+            f"fit: {reason}; columns go back one at a time, which takes longer.",
             UserWarning,
             stacklevel=5,
         )
@@ -253,12 +264,9 @@ def _places(
     times that of positions, all of it times that of copies. Set in the calls too.
     """
     places: dict[Rule, tuple[Place, ...]] = {}
-    of_three = collections.defaultdict(list)
-    for call in three:
-        of_three[call.module].append(call)
+    of_three = {module: iter([call for call in three if call.module is module]) for module in known}
     for call in two:
-        others = of_three[call.module]
-        other = others.pop(0) if others else None
+        other = next(of_three[call.module], None)
         rule, shape = known[call.module], call.shape
         if shape is None or other is None or other.shape is None or len(shape) != len(other.shape):
             continue  # what is no tensor is refused when the layer is called
@@ -396,30 +404,27 @@ def _require_independence(
     gradients = torch.autograd.grad(
         outputs, [call.out for call in calls], of_image, retain_graph=True, allow_unused=True
     )
-    parts: list[tuple[_Call, Tensor]] = []
     rest = torch.tensor([i for i in range(3) if i != image], device=outputs.device)  # a wait for the device, once
-    for call, gradient in zip(calls, gradients, strict=True):
-        if gradient is not None and gradient.shape == call.shape:
-            axis = call.place.axis
-            gradient = gradient.unflatten(axis, (3, call.place.rows))
-            others = gradient.index_select(axis, rest.to(gradient.device))
-            # What is not finite is found in the factors.
-            parts.append((call, (others.isfinite() & (others != 0)).any()))
-    mixed = torch.stack([flag for _, flag in parts]).tolist() if parts else []  # one wait for the device
-    for (call, _), wrong in zip(parts, mixed, strict=True):
+    parts = [(c, g) for c, g in zip(calls, gradients, strict=True) if g is not None and g.shape == c.shape]
+    mixed = []
+    for call, gradient in parts:
+        axis = call.place.axis
+        others = gradient.unflatten(axis, (3, call.place.rows)).index_select(axis, rest.to(gradient.device))
+        mixed.append((others.isfinite() & (others != 0)).any())  # what is not finite is found in the factors
+    wrong = torch.stack(mixed).tolist() if mixed else []  # one wait for the device
+    for call in itertools.compress([call for call, _ in parts], wrong):
         label, folded = known[call.module].label, call.place.folded
-        if wrong and folded > 1:
+        if folded > 1:
             raise ValueError(
                 f"{label}: {folded} positions of every image are folded into the first axis of its output {tuple(call.shape)}, for three "
                 "images, and an image's positions do not lie together there. Fold them with the batch in front, as flatten(0, 1) of "
                 "(N, T, ...) does, or keep them a dimension of their own."
             )
-        if wrong:
-            raise ValueError(
-                f"{label}: an image's outputs depend on its part for other images of the batch, so the curvature is no sum over images. "
-                "Take the images apart: batch statistics (a normalisation without running statistics) and functions along the batch's "
-                "axis, behind this place, mix them."
-            )
+        raise ValueError(
+            f"{label}: an image's outputs depend on its part for other images of the batch, so the curvature is no sum over images. "
+            "Take the images apart: batch statistics (a normalisation without running statistics) and functions along the batch's "
+            "axis, behind this place, mix them."
+        )
 
 
 def _directions(outputs: Tensor) -> Tensor:
@@ -428,20 +433,23 @@ def _directions(outputs: Tensor) -> Tensor:
     return torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(outputs)
 
 
-def _unbatched(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> str | None:
-    """None where gradients under vmap are those of plain backward passes; else why not, "" where they differ."""
+def _unbatched(model: nn.Module, x: Inputs, outputs: Tensor, tensors: Sequence[Tensor]) -> str | None:
+    """None where gradients under vmap are those of plain backward passes; else why not."""
     try:
-        return "" if _differ(outputs, tensors, directions) else None
+        if not _differ(outputs, tensors):
+            return None
     except Exception as error:  # a backward of the user's own may look at its argument's type
         return f"gradients of this model cannot be taken by torch.func.vmap ({' '.join(str(error).split())[:300]})"
+    return _culprit(model, x)
 
 
-def _differ(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> bool:
+def _differ(outputs: Tensor, tensors: Sequence[Tensor]) -> bool:
     """Whether gradients along two directions at once are not those along one after the other, beyond rounding."""
 
     def vjp(direction: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(outputs, tensors, direction, retain_graph=True, materialize_grads=True)
 
+    directions = _directions(outputs)
     together = torch.func.vmap(vjp)(directions)
     apart = [torch.stack(parts) for parts in zip(*(vjp(d) for d in directions), strict=True)]
     # What is not finite is found in the factors.
@@ -462,7 +470,152 @@ def _culprit(model: nn.Module, x: Inputs) -> str:
             continue
         behind = [c.out for c in calls[:at] if call.module in c.inside]
         tensors = {id(t): t for t in (*call.inputs, *behind) if isinstance(t, Tensor) and t.requires_grad}
-        if tensors and _differ(call.out, list(tensors.values()), _directions(call.out)):
+        if tensors and _differ(call.out, list(tensors.values())):
             model = call.module
             break
     return f"torch.func.vmap takes wrong gradients through {names.get(model) or '(the model itself)'!r} ({type(model).__name__})"
+
+
+def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of the global generators that a forward on the device may draw from: Python's, numpy's and torch's."""
+    _, keys, *rest = np.random.get_state()
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return random.getstate(), keys.tobytes(), *rest, *(state.numpy().tobytes() for state in states)
+
+
+def require_one_function(model: nn.Module, few: Inputs, drew: bool) -> None:
+    """Run the network on the same images several times.
+
+    Args:
+        few: images.
+        drew: whether a global generator moved while the network ran; else outputs differed.
+
+    Raises:
+        ValueError: outputs differ; names the innermost module that makes the difference.
+
+    Warns:
+        UserWarning: a generator moved, and outputs do not differ.
+    """
+    first = _recorded(model, few)
+    for _ in range(RUNS):
+        again = _recorded(model, few)
+        differing = [not _all_alike(one[2], other[2]) for one, other in zip(first, again, strict=False)]
+        if len(first) != len(again) or differing[-1]:
+            # A module ends after those inside of it; what it got may differ because of others.
+            culprits = (a[0] for a, b, d in zip(first, again, differing, strict=False) if d and _all_alike(a[1], b[1]))
+            raise ValueError(
+                f"fit: {next(culprits, type(model).__name__)} draws random numbers in evaluation mode, or keeps something from call to call: "
+                "the model's outputs for the same images differ, and the evidence would be that of one draw. Draw in training alone "
+                "(F.dropout(x, p, self.training)), keep the draws in a buffer, or hold them: an Augment's by its context held()."
+            )
+    if drew:
+        warnings.warn(
+            f"fit: the model draws random numbers in evaluation mode. Outputs of {RUNS} runs are the same; where they depend on what is "
+            "drawn all the same, the evidence is that of one draw.",
+            UserWarning,
+            stacklevel=6,
+        )
+
+
+def _all_alike(one: list[Any], other: list[Any]) -> bool:
+    """Whether tensors are the same; on CUDA, where sums have no order, up to rounding."""
+    return len(one) == len(other) and all(
+        alike(a, b) if isinstance(a, Tensor) and a.is_cuda and a.is_floating_point() else identical(a, b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are the same up to rounding, as are those that are not finite at the same entries."""
+    if one.shape != other.shape or not one.numel():
+        return one.shape == other.shape
+    one, other = one.detach(), other.detach()
+    return bool(((one - other).abs().nan_to_num() <= rounding_of(other) * other.abs().nan_to_num().amax()).all())
+
+
+def _recorded(model: nn.Module, few: Inputs) -> Recorded:
+    """The calls of all modules, the model's own last, with copies of what they get and return."""
+    calls: Recorded = []
+    given: list[list[Any]] = []
+
+    def copied(*values: Any) -> list[Any]:
+        return [v.detach().clone() if isinstance(v, Tensor) else v for v in tree_leaves(values)]
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:  # what follows may work in place
+        given.append(copied(args, kwargs))
+
+    def end(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        calls.append((f"{names[module]!r} ({type(module).__name__})", given.pop(), copied(out)))
+
+    names = {m: name for m, name in hookable_modules(model).items() if name}
+    with hooks(names, begin, end, with_kwargs=True), torch.enable_grad():  # a forward may put hooks on its tensors
+        out = run_model(model, map_tensors(few, Tensor.clone))
+    calls.append((type(model).__name__, [], copied(out)))
+    return calls
+
+
+def identical(one: Any, other: Any) -> bool:
+    """Whether tensors have the same numbers, nan and nan being the same; what is no tensor is."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+@contextmanager
+def refusing_changes_of_gradients(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[None]:
+    """Watch hooks during a forward pass and plain backward passes of it inside the context: backward hooks of modules, of all modules, and
+    of tensors, and forward hooks of all modules, which stand before those of a fit on these layers. Hooks of the graph's nodes cannot be
+    watched.
+
+    Raises:
+        ValueError: at the end of the context, one changed what it got; names it.
+    """
+    found: list[str] = []
+    watching = True
+
+    def watched(hook: Hook, at: int, words: str) -> Hook:
+        """The hook, which is compared with what it gets, its argument number ``at``; of a hook that gets an output, of these layers."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not watching or (at == OUTPUT and args[0] not in layers):
+                return hook(*args, **kwargs)
+            before = [v.clone() if isinstance(v, Tensor) else v for v in tree_leaves(args[at])]
+            out = hook(*args, **kwargs)
+            after = tree_leaves(args[at] if out is None else out)
+            if len(after) != len(before) or not all(map(identical, before, after)):
+                found.append(f"{words} ({getattr(hook, '__qualname__', type(hook).__name__)})")
+            return out
+
+        return called
+
+    def watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is Tensor.register_hook and len(args) == 2 and args[0].grad_fn is not None:
+            args = args[0], watched(args[1], 0, "a hook that the forward puts on a tensor")
+        return func(*args, **kwargs)
+
+    tables: list[tuple[dict[Any, Hook], int, str]] = [
+        (of_all_modules._global_backward_hooks, 1, "a backward hook of all modules"),
+        (of_all_modules._global_backward_pre_hooks, 1, "a backward hook of all modules"),
+        (of_all_modules._global_forward_hooks, OUTPUT, "a forward hook of all modules"),
+    ]
+    for name, module in model.named_modules():
+        words = f"a backward hook of {name or 'the model'!r} ({type(module).__name__})"
+        tables += [(module._backward_hooks, 1, words), (module._backward_pre_hooks, 1, words)]
+    replaced = [(table, key, hook) for table, _, _ in tables for key, hook in table.items()]
+    try:
+        for table, at, words in tables:
+            table.update({key: watched(hook, at, words) for key, hook in table.items()})
+        with FunctionMode(watch):
+            yield
+    finally:
+        watching = False
+        for table, key, hook in replaced:
+            if key in table:  # a hook may remove itself
+                table[key] = hook
+    if found:
+        raise ValueError(
+            f"fit: {found[0]} changes what passes it, so that gradients are no derivatives of the model's outputs. Remove it by its "
+            "handle for the fit; a hook that looks on may stay."
+        )

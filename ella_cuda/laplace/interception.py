@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+# A module's tables of hooks.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 
 def hookable_modules(model: nn.Module) -> dict[nn.Module, str]:
     """The modules that take hooks, all but scripted ones, the model among them, and their names."""

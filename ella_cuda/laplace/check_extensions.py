@@ -157,27 +157,27 @@ class _RuleCheck(_Check):
         for side, rows in together.items() if None not in singles else ():
             for name, whole in rows.items():
                 alone = [single[side][name] for single in singles if name in single[side]]
+                words = (
+                    f"the rows that it adds for {name!r} of {count} data points are not those of each data point alone"
+                )
                 if len(alone) == count:
-                    vectors = self._drawn(*whole.shape[1:]).double()
-                    self.compare(
-                        f"{side}s",
-                        _times(whole, vectors),
-                        sum(_times(each, vectors) for each in alone),
-                        f"the rows that it adds for {name!r} of {count} data points are not those of each data point alone",
-                    )
+                    self._compare_sums(f"{side}s", whole, alone, words)
         for name, rows in together["output"].items():
             shape = self.shapes[name]
             if name in exact and shape.constant_input and shape.output_basis is None:
-                vectors = self._drawn(*rows.shape[1:]).double()
-                its = exact[name].flatten(0, 1).flatten(1).double()  # (K N, b)
-                self.compare(
-                    "outputs",
-                    _times(rows, vectors),
-                    ((its @ vectors[0]) @ its)[None],
-                    f"the outer products of the rows that it adds for {name!r} are not those of its gradients, the block being exact",
-                )
+                its = exact[name].flatten(0, 1).flatten(1).double()[:, None]  # (K N, 1, b)
+                words = f"the outer products of the rows that it adds for {name!r} are not those of its gradients, the block being exact"
+                self._compare_sums("outputs", rows, [its], words)
         for i in range(PROBES):
             self._probe(i % count)
+
+    def _compare_sums(self, method: str, rows: Tensor, others: Sequence[Tensor], words: str) -> None:
+        """Compare sums of outer products of rows ``(R, G, d)`` by their products with random vectors."""
+        vectors = self._drawn(*rows.shape[1:]).double()
+        found, *expected = (
+            torch.einsum("rgd,rg->gd", each, torch.einsum("rgd,gd->rg", each, vectors)) for each in (rows, *others)
+        )
+        self.compare(method, found, sum(expected), words)
 
     def _probe(self, n: int) -> None:
         """Compare the gradient at one output of a data point."""
@@ -198,9 +198,8 @@ class _RuleCheck(_Check):
     def _compare_position(self, name: str, only: list[Any], inputs: Tensor, outputs: Tensor, m: Tensor) -> None:
         """Compare rows ``(R, G, a)`` and ``(S, G, b)`` with a gradient ``(G, a, b)``, where one position has one."""
         shape, there = self.shapes[name], outputs.flatten(1).any(1)
-        if not inputs.shape[1] == outputs.shape[1] == shape.groups == shape.output_groups:
-            return
-        if int(there.sum()) != 1 or not m.any():
+        in_groups = inputs.shape[1] == outputs.shape[1] == shape.groups == shape.output_groups
+        if not in_groups or int(there.sum()) != 1 or not m.any():
             return
         row = outputs[there][0] * len(outputs) ** 0.5  # B is the mean over positions
         inner = torch.einsum("rga,gab,gb->r", inputs, m, row).abs()
@@ -307,11 +306,6 @@ class _RuleCheck(_Check):
         return _Contradiction(
             f"fit: {self.rule.label}: {where} contradicts autograd of the layer, on data of the first batch: {words}."
         )
-
-
-def _times(rows: Tensor, vectors: Tensor) -> Tensor:
-    """The sum of the outer products of rows ``(R, G, d)``, times vectors ``(G, d)``."""
-    return torch.einsum("rgd,rg->gd", rows, torch.einsum("rgd,gd->rg", rows, vectors))
 
 
 class _LikelihoodCheck(_Check):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ella_cuda.laplace import KronLaplace, column_functions, memory
-from ella_cuda.laplace.column_functions import Passage
+from ella_cuda.laplace.column_functions import InterceptedFunctions, Passage
 from ella_cuda.laplace.curvature import CurvaturePass
 from ella_cuda.laplace.interception import FunctionMode
 from ella_cuda.laplace.rules.conv import Conv2dRule
@@ -160,9 +160,7 @@ def test_a_passage_alone(monkeypatch, name, piece, layout):
     monkeypatch.setattr(column_functions, "PIECE", piece)
     function, made = FUNCTIONS[name], []
     x = torch.randn(IMAGES, CHANNELS, 6, 7, dtype=torch.float64, requires_grad=True)
-    functions = column_functions.InterceptedFunctions(
-        lambda x, out, passage: made.append((passage, out)) or out, lambda: True, set()
-    )
+    functions = InterceptedFunctions(lambda x, out, passage: made.append((passage, out)) or out, lambda: True, set())
     with FunctionMode(functions):
         function(x)
     ((passage, out),) = made

@@ -14,13 +14,13 @@ LAPLACE = ROOT / "ella_cuda/laplace"
 # Lowered as the library gets smaller, never raised.
 BOUNDS = {
     "lines of ella_cuda/laplace": 15939,
-    "files of ella_cuda/laplace": 59,
+    "files of ella_cuda/laplace": 58,
     "floors of imports in ella_cuda/laplace": 10,
     "files of ella_cuda/laplace in a circle": 0,
     "lines of ella_cuda without papers": 37961,
     "lines of csrc": 16180,
     "lines of python_tests": 49934,
-    "files of ella_cuda with hooks or modes": 13,
+    "files of ella_cuda with hooks or modes": 1,
 }
 PASSES = re.compile(
     r"\bregister_(full_|module_|multi_grad_|state_dict_|load_state_dict_)*(pre_|forward_|backward_)*hook\("

@@ -26,8 +26,7 @@ from ella_cuda.laplace.batches import (
     take,
     tensors_of,
 )
-from ella_cuda.laplace.check_likelihood import POINTS, check_likelihood
-from ella_cuda.laplace.check_rule import is_own
+from ella_cuda.laplace.check_extensions import POINTS, check_likelihood, is_own
 from ella_cuda.laplace.copies import augment_of, checked_draws, fixed_draws, require_constant_amounts, tried_copies
 from ella_cuda.laplace.curvature import CurvaturePass
 from ella_cuda.laplace.data_fit import DataFitGradient
@@ -48,6 +47,7 @@ from ella_cuda.laplace.evidence import (
     square_distances,
 )
 from ella_cuda.laplace.fitted_model import FittedModel
+from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
 from ella_cuda.laplace.parameters import buffer_sums, fingerprint_of
@@ -809,12 +809,8 @@ def _require_last(model: nn.Module, rule: Rule, x: Inputs) -> None:
     """ValueError where the model's output is not the output of the rule's layer."""
     seen: list[Any] = []
     x, copies = tried_copies(model, x)
-    handle = rule.module.register_forward_hook(lambda module, args, out: seen.append(out))
-    try:
-        with torch.no_grad(), at_test_time(model):
-            outputs = run_model(model, x)
-    finally:
-        handle.remove()
+    with hooks([rule.module], after=lambda module, args, out: seen.append(out)), torch.no_grad(), at_test_time(model):
+        outputs = run_model(model, x)
     if copies > 1:
         seen = [out.unflatten(0, (-1, copies)).mean(1) for out in seen[-1:]]
     if not (seen and isinstance(seen[-1], Tensor) and isinstance(outputs, Tensor) and torch.equal(seen[-1], outputs)):

@@ -1,19 +1,24 @@
-"""Checks before a fit: batch axes, independence over the batch, parameters used only in registered modules."""
+"""Checks before a fit: batch axes, independence over the batch, parameters used only in registered modules, one function whose gradients
+are its derivatives."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules import module as of_all_modules
+from torch.utils._pytree import tree_leaves
 
 from ella_cuda.laplace.batches import (
     Inputs,
@@ -26,7 +31,7 @@ from ella_cuda.laplace.batches import (
     tensors_of,
 )
 from ella_cuda.laplace.call import Place, batch_first
-from ella_cuda.laplace.one_function import generator_states, refusing_changes_of_gradients, require_one_function
+from ella_cuda.laplace.interception import FunctionMode, hookable_modules, hooks
 from ella_cuda.laplace.values import rounding_of
 
 if TYPE_CHECKING:
@@ -34,11 +39,16 @@ if TYPE_CHECKING:
 
 LARGE = 2.0**10  # columns of a fit have sizes of 1 and less
 APART = 32  # images of a first batch whose outputs are compared
+OUTPUT = -1  # among a forward hook's arguments
+RUNS = 8  # that are compared where a generator moved
+Hook = Callable[..., Any]
+# Of every call that ended: the module in words, its inputs, its outputs.
+Recorded = list[tuple[str, list[Any], list[Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What a network turned out to be.
+    """The result of :func:`probe`.
 
     Attributes:
         places: where the images are in each of a layer's calls, of every rule whose layer was called.
@@ -53,20 +63,24 @@ class Findings:
     image_bytes: int = 0
 
 
-@dataclasses.dataclass
 class _Call:
-    """A module's call, as a forward hook saw it. Of an output of several parts, the first."""
+    """A module's call, as a forward hook saw it. Of an output of several parts, the first.
 
-    module: nn.Module
-    inside: tuple[nn.Module, ...]  # the watched modules whose forward ran, the outermost first
-    inputs: list[Tensor]
-    out: Any
-    nodes: list[Node | None]  # of the inputs, as they were then: what follows may work in place
-    node: Node | None  # of the output
-    shape: torch.Size | None
-    parameters: dict[str, Tensor | None]  # what the module had under its parameters' names
-    by_function: bool = False
-    place: Place | None = None  # of the images in the output, where it is known
+    Attributes:
+        inside: the watched modules whose forward ran, the outermost first.
+        by_function: whether :func:`torch.nn.functional.linear` was called, with the module's parameters.
+        place: of the images in the output, where it is known.
+    """
+
+    def __init__(
+        self, module: nn.Module, inside: Sequence[nn.Module], inputs: list[Tensor], out: Any, by_function: bool = False
+    ) -> None:
+        self.module, self.inside, self.inputs, self.out, self.by_function = module, (*inside,), inputs, out, by_function
+        self.place: Place | None = None
+        # As they are now: what follows may work in place, and replace parameters.
+        self.nodes = [tensor.grad_fn for tensor in inputs]
+        self.node, self.shape = (out.grad_fn, out.shape) if isinstance(out, Tensor) else (None, None)
+        self.parameters = dict(module.named_parameters())
 
 
 def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = True, copies: int = 1) -> Findings:
@@ -101,37 +115,36 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
         places = _places(known, two, calls, copies)
         by_function = frozenset(known[call.module] for call in calls if call.by_function)
         _require_own_parameters(known, parameters, calls, outputs)
-        if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
+        tensors = [call for call in calls if isinstance(call.out, Tensor)]
+        found = [call for call in tensors if call.out.requires_grad]
+        if len(found) < len(tensors):
             require_no_reentrant_checkpoint(model, x)
-        image_bytes = sum(c.out.numel() * c.out.element_size() for c in calls if isinstance(c.out, Tensor)) // 3
+        image_bytes = sum(call.out.numel() * call.out.element_size() for call in tensors) // 3
         if not outputs.requires_grad:
             if calls and any(p.requires_grad for of in parameters.values() for p in of.values()):
                 raise ValueError(
                     "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
                 )
             return Findings(places, by_function, True, image_bytes)
-        generator = torch.Generator("cpu").manual_seed(0)  # the global one is not ours to move
-        directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(outputs)
-        found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
+        direction = LARGE * _directions(outputs)[0]
         for image in (0, 1):  # the second alone stays where it is when images are put in reverse
             # Larger than those of a fit, so that hooks that clip gradients do.
-            _require_independence(known, found, outputs, LARGE * directions[0], image)
-        if _differ_by_images(of_two, outputs):
+            _require_independence(known, found, outputs, direction, image)
+        if not alike(of_two, outputs[:2]):
             require_one_function(model, _images(x, 2), drew=False)
             raise ValueError(
                 "fit: the model's outputs for two images are others when a third is in the batch, so the curvature is no sum over images. "
                 "Take the images apart: batch statistics (a normalisation without running statistics), and functions along the batch's axis "
                 "or of its size, mix them."
             )
-    reason = _unbatched(outputs, [call.out for call in found], directions) if several and found else None
-    if reason is None:
-        return Findings(places, by_function, True, image_bytes)
-    warnings.warn(
-        f"fit: {reason or _culprit(model, x)}; columns go back one at a time, which takes longer.",
-        UserWarning,
-        stacklevel=5,
-    )
-    return Findings(places, by_function, False, image_bytes)
+    reason = _unbatched(model, x, outputs, [call.out for call in found]) if several and found else None
+    if reason is not None:
+        warnings.warn(
+            f"fit: {reason}; columns go back one at a time, which takes longer.",
+            UserWarning,
+            stacklevel=5,
+        )
+    return Findings(places, by_function, reason is None, image_bytes)
 
 
 def require_rows_of_their_own(model: nn.Module, x: Inputs, alone: Tensor, rows: Tensor, outputs: Tensor) -> None:
@@ -140,13 +153,11 @@ def require_rows_of_their_own(model: nn.Module, x: Inputs, alone: Tensor, rows: 
     Args:
         x: a batch. alone: the outputs of some of its images in other batches. rows: which these are. outputs: of all.
     """
-    if _alike(outputs[rows], alone):
+    if alike(outputs[rows], alone):
         return
     with torch.enable_grad():
-        again = checked_outputs(
-            run_model(model, take(x, torch.arange(len(outputs) - 1, -1, -1, device=rows.device))), len(outputs)
-        )
-    if _alike(again.flip(0), outputs):  # a function with steps, which rounding in batches of other sizes passes
+        again = model_outputs(model, take(x, torch.arange(len(outputs) - 1, -1, -1, device=rows.device)))
+    if alike(again.flip(0), outputs):  # a function with steps, which rounding in batches of other sizes passes
         return
     require_one_function(model, take(x, rows[:2]), drew=False)
     raise ValueError(
@@ -182,7 +193,9 @@ def _two_and_three(
     return two, checked_outputs(of_two, 2), calls, checked_outputs(outputs, 3)
 
 
-class LinearFunctions(TorchFunctionMode):
+def linear_functions(
+    layers: Iterable[nn.Module], take: Callable[[nn.Module, Tensor, Tensor], Tensor], running: Sequence[nn.Module]
+) -> FunctionMode:
     """While the mode is on, calls of :func:`torch.nn.functional.linear` with the weight and the bias of one of these layers are handed on,
     unless the layer's own forward makes them.
 
@@ -191,97 +204,58 @@ class LinearFunctions(TorchFunctionMode):
         take: ``(layer, x, output) -> output``.
         running: the modules whose forward runs.
     """
+    by_weight = {id(layer.weight): layer for layer in layers}
 
-    def __init__(
-        self,
-        layers: Iterable[nn.Module],
-        take: Callable[[nn.Module, Tensor, Tensor], Tensor],
-        running: Sequence[nn.Module],
-    ) -> None:
-        self._layers = {id(layer.weight): layer for layer in layers}
-        self._take, self._running = take, running
-
-    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if func is not F.linear:
             return out
-        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
-        layer = self._layers.get(id(given["weight"]))
-        if layer is None or given.get("bias") is not layer.bias or layer in self._running:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        layer = by_weight.get(id(given["weight"]))
+        its_own = any(getattr(module, "weight", None) is given["weight"] for module in running)  # or of who shares it
+        if layer is None or given.get("bias") is not layer.bias or its_own:
             return out
-        return self._take(layer, given["input"], out)
+        return take(layer, given["input"], out)
 
-
-@contextmanager
-def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]:
-    """For the duration of the context, note the calls of the modules in the order in which they end."""
-    running: list[nn.Module] = []
-
-    def begin(module: nn.Module, args: Any) -> None:
-        running.append(module)
-
-    def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        running.pop()
-        inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if isinstance(out, tuple) and out and isinstance(module, nn.MultiheadAttention):
-            out = out[0]
-        node, shape = (out.grad_fn, out.shape) if isinstance(out, Tensor) else (None, None)
-        nodes = [a.grad_fn for a in inputs]
-        calls.append(_Call(module, tuple(running), inputs, out, nodes, node, shape, dict(module.named_parameters())))
-
-    def by_function(module: nn.Module, x: Tensor, out: Tensor) -> Tensor:
-        parameters = dict(module.named_parameters())
-        call = _Call(module, tuple(running), [x], out, [x.grad_fn], out.grad_fn, out.shape, parameters, True)
-        calls.append(call)
-        return out
-
-    handles = []
-    try:
-        for module in modules:
-            handles.append(module.register_forward_pre_hook(begin, prepend=True))
-            handles.append(module.register_forward_hook(end, prepend=True, with_kwargs=True))
-        linear = [module for module in modules if type(module) is nn.Linear]
-        with LinearFunctions(linear, by_function, running):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return FunctionMode(handle)
 
 
 def _images(x: Inputs, count: int) -> Inputs:
     """A copy of so many of the batch's images. Where the batch has one, the others are made of it, because images that are all the same
     would not show that they mix.
     """
+
+    def scaled(few: Tensor) -> Tensor:
+        if few.is_floating_point() or few.is_complex():
+            powers = torch.arange(count, device=few.device, dtype=torch.float32)
+            few = few.detach() * (0.75 ** powers.view(-1, *[1] * (few.dim() - 1))).to(few.dtype)
+        return few
+
     few = take(x, torch.arange(count, device=tensors_of(x)[0].device) % data_points(x))
-    return map_tensors(few, _scaled if data_points(x) == 1 else Tensor.detach)
-
-
-def _scaled(few: Tensor) -> Tensor:
-    """Images of which each is smaller than the one before, where they are real or complex numbers."""
-    few = few.detach()
-    if few.is_floating_point() or few.is_complex():
-        powers = torch.arange(len(few), device=few.device, dtype=torch.float32)
-        few *= 0.75 ** powers.view(-1, *[1] * (few.dim() - 1)).to(few.dtype)
-    return few
+    return map_tensors(few, scaled if data_points(x) == 1 else Tensor.detach)
 
 
 def _run(model: nn.Module, modules: Iterable[nn.Module], few: Inputs) -> tuple[list[_Call], Any]:
-    """The calls of the modules on these images, and what the model returns."""
+    """The calls of the modules on these images, in the order in which the calls end, and what the model returns."""
     calls: list[_Call] = []
-    with _watched(modules, calls):
+    running: list[nn.Module] = []
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        running.append(module)
+
+    def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        running.pop()
+        inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        several = isinstance(out, tuple) and out and isinstance(module, nn.MultiheadAttention)
+        calls.append(_Call(module, running, inputs, out[0] if several else out))
+
+    def by_function(module: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+        calls.append(_Call(module, running, [x], out, by_function=True))
+        return out
+
+    linear = [module for module in modules if type(module) is nn.Linear]
+    with hooks(modules, begin, end, prepend=True, with_kwargs=True), linear_functions(linear, by_function, running):
         return calls, run_model(model, few)
-
-
-def _differ_by_images(one: Tensor, other: Tensor) -> bool:
-    """Whether outputs of the first two images differ beyond rounding."""
-    return not _alike(one[:2], other[:2])
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether outputs are the same up to rounding."""
-    one, other = one.detach(), other.detach()
-    bound = rounding_of(other) * other.abs().amax() if other.numel() else 0
-    return not ((one - other).abs() > bound).any()  # what is not finite is found in the factors
 
 
 def _places(
@@ -291,12 +265,9 @@ def _places(
     times that of positions, all of it times that of copies. Set in the calls too.
     """
     places: dict[Rule, tuple[Place, ...]] = {}
-    of_three = collections.defaultdict(list)
-    for call in three:
-        of_three[call.module].append(call)
+    of_three = {module: iter([call for call in three if call.module is module]) for module in known}
     for call in two:
-        others = of_three[call.module]
-        other = others.pop(0) if others else None
+        other = next(of_three[call.module], None)
         rule, shape = known[call.module], call.shape
         if shape is None or other is None or other.shape is None or len(shape) != len(other.shape):
             continue  # what is no tensor is refused when the layer is called
@@ -306,11 +277,11 @@ def _places(
         place = None
         if 0 in along:
             place = Place(0, 1, copies)
-        elif 1 in along and len(shape) > 2 and _is_alike(call, Place(1)):
+        elif 1 in along and len(shape) > 2 and _treats_alike(call, Place(1)):
             place = Place(1, 1, copies)
         elif each > copies and not each % copies and (shape[0], other.shape[0]) == (2 * each, 3 * each):
             folded = Place(0, each // copies, copies)
-            place = folded if _is_alike(call, folded) else None
+            place = folded if _treats_alike(call, folded) else None
         if place is None and shape == other.shape:
             raise ValueError(
                 f"{rule.label}: its output has the shape {tuple(shape)} whatever the number of data points, so that the gradients of single "
@@ -328,7 +299,7 @@ def _places(
     return places
 
 
-def _is_alike(call: _Call, place: Place) -> bool:
+def _treats_alike(call: _Call, place: Place) -> bool:
     """Whether the layer of a call treats the data points alike when they are the first axis, as its rule gets them."""
     module = call.module
     if isinstance(module, nn.MultiheadAttention):
@@ -340,7 +311,7 @@ def _is_alike(call: _Call, place: Place) -> bool:
         except Exception:  # whatever a layer raises of an input of another shape
             return False
     expected = batch_first(out, place)
-    return again.shape == expected.shape and _alike(again, expected)
+    return again.shape == expected.shape and alike(again, expected)
 
 
 def _require_own_parameters(
@@ -380,18 +351,21 @@ def _require_own_parameters(
 def leaf_uses(end: Node | None, beginnings: Iterable[Node | None] = ()) -> collections.Counter[int]:
     """By the id of a leaf, how many edges lead to it in the graph behind ``end``, up to ``beginnings``."""
     uses: collections.Counter[int] = collections.Counter()
-    seen = {node for node in beginnings if node is not None}
-    waiting = [end] if end is not None and end not in seen else []
-    seen.update(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, Tensor):
-                uses[id(leaf)] += 1
-            elif node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
+    for node in _nodes(end, beginnings):
+        leaves = [getattr(before, "variable", None) for before, _ in node.next_functions]
+        uses.update(id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
     return uses
+
+
+def _nodes(end: Node | None, beginnings: Iterable[Node | None] = ()) -> Iterator[Node]:
+    """The nodes of the graph behind ``end``, up to ``beginnings``, each once."""
+    seen, waiting = {None, *beginnings}, [end]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
 
 
 def require_no_reentrant_checkpoint(model: nn.Module, x: Inputs) -> None:
@@ -411,14 +385,8 @@ def require_no_reentrant_checkpoint(model: nn.Module, x: Inputs) -> None:
             for buffer in buffers:
                 buffer.detach_()  # in which the forward may have kept something of the inputs
     end = outputs.grad_fn if isinstance(outputs, Tensor) else None
-    seen, waiting = {end}, [end] if end is not None else []
-    while waiting:
-        node = waiting.pop()
-        if node.name() == "CheckpointFunctionBackward":
-            raise RuntimeError("torch.utils.checkpoint is called with use_reentrant=True")
-        following = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= following
-        waiting += following
+    if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(end)):
+        raise RuntimeError("torch.utils.checkpoint is called with use_reentrant=True")
 
 
 def _require_independence(
@@ -437,78 +405,218 @@ def _require_independence(
     gradients = torch.autograd.grad(
         outputs, [call.out for call in calls], of_image, retain_graph=True, allow_unused=True
     )
-    parts: list[tuple[_Call, Tensor]] = []
     rest = torch.tensor([i for i in range(3) if i != image], device=outputs.device)  # a wait for the device, once
-    for call, gradient in zip(calls, gradients, strict=True):
-        if gradient is not None and gradient.shape == call.shape:
-            axis = call.place.axis
-            gradient = gradient.unflatten(axis, (3, call.place.rows))
-            others = gradient.index_select(axis, rest.to(gradient.device))
-            # What is not finite is found in the factors.
-            parts.append((call, (others.isfinite() & (others != 0)).any()))
-    mixed = torch.stack([flag for _, flag in parts]).tolist() if parts else []  # one wait for the device
-    for (call, _), wrong in zip(parts, mixed, strict=True):
+    parts = [(c, g) for c, g in zip(calls, gradients, strict=True) if g is not None and g.shape == c.shape]
+    mixed = []
+    for call, gradient in parts:
+        axis = call.place.axis
+        others = gradient.unflatten(axis, (3, call.place.rows)).index_select(axis, rest.to(gradient.device))
+        mixed.append((others.isfinite() & (others != 0)).any())  # what is not finite is found in the factors
+    wrong = torch.stack(mixed).tolist() if mixed else []  # one wait for the device
+    for call in itertools.compress([call for call, _ in parts], wrong):
         label, folded = known[call.module].label, call.place.folded
-        if wrong and folded > 1:
+        if folded > 1:
             raise ValueError(
                 f"{label}: {folded} positions of every image are folded into the first axis of its output {tuple(call.shape)}, for three "
                 "images, and an image's positions do not lie together there. Fold them with the batch in front, as flatten(0, 1) of "
                 "(N, T, ...) does, or keep them a dimension of their own."
             )
-        if wrong:
-            raise ValueError(
-                f"{label}: an image's outputs depend on its part for other images of the batch, so the curvature is no sum over images. "
-                "Take the images apart: batch statistics (a normalisation without running statistics) and functions along the batch's "
-                "axis, behind this place, mix them."
-            )
+        raise ValueError(
+            f"{label}: an image's outputs depend on its part for other images of the batch, so the curvature is no sum over images. "
+            "Take the images apart: batch statistics (a normalisation without running statistics) and functions along the batch's "
+            "axis, behind this place, mix them."
+        )
 
 
-def _unbatched(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> str | None:
-    """None where gradients under vmap are those of plain backward passes; else why not, "" where they differ."""
+def _directions(outputs: Tensor) -> Tensor:
+    """Two random directions of outputs, ``(2, N, ...)``. The global generator stays where it is."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(outputs)
+
+
+def _unbatched(model: nn.Module, x: Inputs, outputs: Tensor, tensors: Sequence[Tensor]) -> str | None:
+    """None where gradients under vmap are those of plain backward passes; else why not."""
     try:
-        differ = _differ(outputs, tensors, directions)
+        if not _differ(outputs, tensors):
+            return None
     except Exception as error:  # a backward of the user's own may look at its argument's type
         return f"gradients of this model cannot be taken by torch.func.vmap ({' '.join(str(error).split())[:300]})"
-    return "" if any(differ) else None
+    return _culprit(model, x)
 
 
-def _differ(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> list[bool]:
-    """Of which tensors the gradients along two directions at once are not those along one after the other, beyond rounding."""
+def _differ(outputs: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether gradients along two directions at once are not those along one after the other, beyond rounding."""
 
-    def vjp(direction: Tensor) -> tuple[Tensor | None, ...]:
-        found = torch.autograd.grad(outputs, tensors, direction, retain_graph=True, allow_unused=True)
-        return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True))
+    def vjp(direction: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs, tensors, direction, retain_graph=True, materialize_grads=True)
 
+    directions = _directions(outputs)
     together = torch.func.vmap(vjp)(directions)
     apart = [torch.stack(parts) for parts in zip(*(vjp(d) for d in directions), strict=True)]
-    differ = []
-    for one, other in zip(together, apart, strict=True):
-        size = other.abs().amax() if other.numel() else other.new_zeros(())
-        bound = rounding_of(other) * size
-        # What is not finite is found in the factors.
-        differ.append(((one - other).abs().amax() > bound) & size.isfinite() if other.numel() else size > 0)
-    return torch.stack(differ).tolist()  # one wait for the device
+    # What is not finite is found in the factors.
+    sizes = [rounding_of(other) * other.abs().amax() for other in apart if other.numel()]
+    gaps = [(one - other).abs().amax() for one, other in zip(together, apart, strict=True) if other.numel()]
+    differ = [(gap > size) & size.isfinite() for gap, size in zip(gaps, sizes, strict=True)]
+    return bool(differ) and bool(torch.stack(differ).any())  # one wait for the device
 
 
 def _culprit(model: nn.Module, x: Inputs) -> str:
     """Words for the module in whose forward the gradients of several columns at once go wrong."""
-    # Scripted modules take no hooks.
-    names = {m: name for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
+    names = hookable_modules(model)
     with torch.enable_grad():
         calls, _ = _run(model, names, _images(x, 2))
-    generator = torch.Generator("cpu").manual_seed(0)
     # In the order in which calls end: a module comes after those in its forward.
     for at, call in enumerate(calls):
         if not isinstance(call.out, Tensor) or not call.out.requires_grad:
             continue
         behind = [c.out for c in calls[:at] if call.module in c.inside]
         tensors = {id(t): t for t in (*call.inputs, *behind) if isinstance(t, Tensor) and t.requires_grad}
-        directions = torch.randn(2, *call.out.shape, generator=generator, dtype=torch.float64, device="cpu").to(
-            call.out
-        )
-        if tensors and any(_differ(call.out, list(tensors.values()), directions)):
-            module = call.module
+        if tensors and _differ(call.out, list(tensors.values())):
+            model = call.module
             break
-    else:
-        module = model
-    return f"torch.func.vmap takes wrong gradients through {names.get(module) or '(the model itself)'!r} ({type(module).__name__})"
+    return f"torch.func.vmap takes wrong gradients through {names.get(model) or '(the model itself)'!r} ({type(model).__name__})"
+
+
+def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of the global generators that a forward on the device may draw from: Python's, numpy's and torch's."""
+    _, keys, *rest = np.random.get_state()
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return random.getstate(), keys.tobytes(), *rest, *(state.numpy().tobytes() for state in states)
+
+
+def require_one_function(model: nn.Module, few: Inputs, drew: bool) -> None:
+    """Run the network on the same images several times.
+
+    Args:
+        few: images.
+        drew: whether a global generator moved while the network ran; else outputs differed.
+
+    Raises:
+        ValueError: outputs differ; names the innermost module that makes the difference.
+
+    Warns:
+        UserWarning: a generator moved, and outputs do not differ.
+    """
+    first = _recorded(model, few)
+    for _ in range(RUNS):
+        again = _recorded(model, few)
+        differing = [not _all_alike(one[2], other[2]) for one, other in zip(first, again, strict=False)]
+        if len(first) != len(again) or differing[-1]:
+            # A module ends after those inside of it; what it got may differ because of others.
+            culprits = (a[0] for a, b, d in zip(first, again, differing, strict=False) if d and _all_alike(a[1], b[1]))
+            raise ValueError(
+                f"fit: {next(culprits, type(model).__name__)} draws random numbers in evaluation mode, or keeps something from call to call: "
+                "the model's outputs for the same images differ, and the evidence would be that of one draw. Draw in training alone "
+                "(F.dropout(x, p, self.training)), keep the draws in a buffer, or hold them: an Augment's by its context held()."
+            )
+    if drew:
+        warnings.warn(
+            f"fit: the model draws random numbers in evaluation mode. Outputs of {RUNS} runs are the same; where they depend on what is "
+            "drawn all the same, the evidence is that of one draw.",
+            UserWarning,
+            stacklevel=6,
+        )
+
+
+def _all_alike(one: list[Any], other: list[Any]) -> bool:
+    """Whether tensors are the same; on CUDA, where sums have no order, up to rounding."""
+    return len(one) == len(other) and all(
+        alike(a, b) if isinstance(a, Tensor) and a.is_cuda and a.is_floating_point() else identical(a, b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are the same up to rounding, as are those that are not finite at the same entries."""
+    if one.shape != other.shape or not one.numel():
+        return one.shape == other.shape
+    one, other = one.detach(), other.detach()
+    return bool(((one - other).abs().nan_to_num() <= rounding_of(other) * other.abs().nan_to_num().amax()).all())
+
+
+def _recorded(model: nn.Module, few: Inputs) -> Recorded:
+    """The calls of all modules, the model's own last, with copies of what they get and return."""
+    calls: Recorded = []
+    given: list[list[Any]] = []
+
+    def copied(*values: Any) -> list[Any]:
+        return [v.detach().clone() if isinstance(v, Tensor) else v for v in tree_leaves(values)]
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:  # what follows may work in place
+        given.append(copied(args, kwargs))
+
+    def end(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        calls.append((f"{names[module]!r} ({type(module).__name__})", given.pop(), copied(out)))
+
+    names = {m: name for m, name in hookable_modules(model).items() if name}
+    with hooks(names, begin, end, with_kwargs=True), torch.enable_grad():  # a forward may put hooks on its tensors
+        out = run_model(model, map_tensors(few, Tensor.clone))
+    calls.append((type(model).__name__, [], copied(out)))
+    return calls
+
+
+def identical(one: Any, other: Any) -> bool:
+    """Whether tensors have the same numbers, nan and nan being the same; what is no tensor is."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+@contextmanager
+def refusing_changes_of_gradients(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[None]:
+    """Watch hooks during a forward pass and plain backward passes of it inside the context: backward hooks of modules, of all modules, and
+    of tensors, and forward hooks of all modules, which stand before those of a fit on these layers. Hooks of the graph's nodes cannot be
+    watched.
+
+    Raises:
+        ValueError: at the end of the context, one changed what it got; names it.
+    """
+    found: list[str] = []
+    watching = True
+
+    def watched(hook: Hook, at: int, words: str) -> Hook:
+        """The hook, which is compared with what it gets, its argument number ``at``; of a hook that gets an output, of these layers."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not watching or (at == OUTPUT and args[0] not in layers):
+                return hook(*args, **kwargs)
+            before = [v.clone() if isinstance(v, Tensor) else v for v in tree_leaves(args[at])]
+            out = hook(*args, **kwargs)
+            after = tree_leaves(args[at] if out is None else out)
+            if len(after) != len(before) or not all(map(identical, before, after)):
+                found.append(f"{words} ({getattr(hook, '__qualname__', type(hook).__name__)})")
+            return out
+
+        return called
+
+    def watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is Tensor.register_hook and len(args) == 2 and args[0].grad_fn is not None:
+            args = args[0], watched(args[1], 0, "a hook that the forward puts on a tensor")
+        return func(*args, **kwargs)
+
+    tables: list[tuple[dict[Any, Hook], int, str]] = [
+        (of_all_modules._global_backward_hooks, 1, "a backward hook of all modules"),
+        (of_all_modules._global_backward_pre_hooks, 1, "a backward hook of all modules"),
+        (of_all_modules._global_forward_hooks, OUTPUT, "a forward hook of all modules"),
+    ]
+    for name, module in model.named_modules():
+        words = f"a backward hook of {name or 'the model'!r} ({type(module).__name__})"
+        tables += [(module._backward_hooks, 1, words), (module._backward_pre_hooks, 1, words)]
+    replaced = [(table, key, hook) for table, _, _ in tables for key, hook in table.items()]
+    try:
+        for table, at, words in tables:
+            table.update({key: watched(hook, at, words) for key, hook in table.items()})
+        with FunctionMode(watch):
+            yield
+    finally:
+        watching = False
+        for table, key, hook in replaced:
+            if key in table:  # a hook may remove itself
+                table[key] = hook
+    if found:
+        raise ValueError(
+            f"fit: {found[0]} changes what passes it, so that gradients are no derivatives of the model's outputs. Remove it by its "
+            "handle for the fit; a hook that looks on may stay."
+        )

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.utils import _pair
-from torch.overrides import TorchFunctionMode
 
 PIECE = 1 << 20  # bytes of gradients that a thread takes back at a time
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -274,9 +273,9 @@ class MaxPool2d(Passage):
         return found.unflatten(0, piece.shape[:2])
 
 
-class InterceptedFunctions(TorchFunctionMode):
-    """While the mode is on, calls of ReLU, and of padding and max pooling of images, are given a :class:`Passage` where a gradient is wanted.
-    Nodes of tensors that get hooks are noted.
+class InterceptedFunctions:
+    """The handler of a function mode in which calls of ReLU, and of padding and max pooling of images, are given a :class:`Passage` where a
+    gradient is wanted. Nodes of tensors that get hooks are noted.
 
     Args:
         passed: makes the output of an input, of the output without a graph (the input's memory, where it is changed in place), and of the
@@ -290,8 +289,7 @@ class InterceptedFunctions(TorchFunctionMode):
     ) -> None:
         self._passed, self._wanted, self._hooked = passed, wanted, hooked
 
-    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _HOOKS and args[0].grad_fn is not None:
             self._hooked.add(args[0].grad_fn)
         if func in _INTERCEPTED and self._wanted():

@@ -28,7 +28,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ella_cuda.augment import Augment, AveragedFunction
 from ella_cuda.laplace.batches import Inputs, data_points, take
-from ella_cuda.laplace.one_function import HOOKS
+from ella_cuda.laplace.interception import HOOKS
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule

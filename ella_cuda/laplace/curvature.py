@@ -22,8 +22,8 @@ from torch.autograd import forward_ad
 
 from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, run_model, take, tensors_of
 from ella_cuda.laplace.call import Call, Place, batch_first
+from ella_cuda.laplace.check_extensions import check_rules
 from ella_cuda.laplace.check_model import outputs_apart, probe, require_rows_of_their_own
-from ella_cuda.laplace.check_rule import check_rules
 from ella_cuda.laplace.column_functions import (
     Before,
     ConstantScale,
@@ -42,6 +42,7 @@ from ella_cuda.laplace.copies import (
     warn_of_all_copies,
 )
 from ella_cuda.laplace.data_fit import hyperparameters
+from ella_cuda.laplace.interception import FunctionMode, hooks
 from ella_cuda.laplace.kronecker_sums import Consumer, KroneckerSums, SummedCopies
 from ella_cuda.laplace.layer_pass import LayerPass
 from ella_cuda.laplace.likelihoods import Columns, bytes_each
@@ -338,9 +339,9 @@ class CurvaturePass(LayerPass):
             stack.enter_context(self.layers())
             for module in self.model.modules():
                 if (scale := constant_scale(module)) is not None:  # its hook comes before that of a rule
-                    handle = module.register_forward_hook(self._scaled(scale), prepend=True)
-                    stack.callback(handle.remove)
-            stack.enter_context(InterceptedFunctions(self._passed, self._wants_nodes, self._hooked))
+                    stack.enter_context(hooks([module], after=self._scaled(scale), prepend=True))
+            functions = InterceptedFunctions(self._passed, self._wants_nodes, self._hooked)
+            stack.enter_context(FunctionMode(functions))
             yield
 
     def forward(self, x: Inputs) -> Tensor:

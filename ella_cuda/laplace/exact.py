@@ -15,6 +15,7 @@ from ella_cuda.laplace.check_model import probe
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.evidence import resolved, square_distances
 from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.kronecker_sums import KroneckerSums
 from ella_cuda.laplace.layer_pass import GraphPass
 from ella_cuda.laplace.rows import Rows
@@ -195,13 +196,8 @@ class _Run(GraphPass):
 
     def outputs(self, x: Inputs) -> Tensor:
         """The outputs, in the graph."""
-        handles = [module.register_forward_pre_hook(self._look) for module in self.model.modules()]
-        try:
-            with torch.enable_grad():
-                return self.forward(x)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooks(self.model.modules(), before=self._look), torch.enable_grad():
+            return self.forward(x)
 
     def _look(self, module: nn.Module, args: Any) -> None:
         self.recomputes = self.recomputes or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from ella_cuda.laplace.batches import DictKeys, Inputs, inputs_on, map_tensors, pair_on
 from ella_cuda.laplace.copies import require_served, with_draws
-from ella_cuda.laplace.one_function import HOOKS
+from ella_cuda.laplace.interception import HOOKS
 from ella_cuda.laplace.parameters import (
     FittedBases,
     filled_since,

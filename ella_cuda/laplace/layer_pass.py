@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, plain_tensor
 from ella_cuda.laplace.call import Call, Place, Tap, arguments_in_order, batch_first
-from ella_cuda.laplace.check_model import Findings, LinearFunctions
+from ella_cuda.laplace.check_model import Findings, linear_functions
 from ella_cuda.laplace.copies import copies_of
+from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.kronecker_sums import Consumer, KroneckerSums, over_copies
 from ella_cuda.laplace.rows import Rows
 
@@ -70,12 +71,18 @@ class LayerPass(ABC):
             if rule.inner_modules()
         }
         by_function = self.findings.by_function
-        hooks = {rule: self._hook(rule) for rule in self.rules if rule not in inside and rule not in by_function}
         with ExitStack() as stack:
-            stack.enter_context(_hooked(hooks, inside))
+            # A hook comes first: a user's own then sees, and may change, what comes after the layer.
+            for rule in self.rules:
+                if rule not in inside and rule not in by_function:
+                    hook = self._hook(rule)
+                    stack.enter_context(hooks([rule.module], after=hook, prepend=True, with_kwargs=True))
+            for rule, make in inside.items():
+                rule.module.forward = make(rule.module.forward)
+                stack.callback(delattr, rule.module, "forward")
             if by_function:
                 modules = [rule.module for rule in by_function]
-                stack.enter_context(LinearFunctions(modules, self._used_by_function, ()))
+                stack.enter_context(linear_functions(modules, self._used_by_function, ()))
             yield
 
     def _hook(self, rule: Rule) -> Callable[..., Tensor]:
@@ -219,23 +226,3 @@ class GraphPass(LayerPass):
 
     def recomputed(self, rule: Rule, out: Tensor) -> Tensor:
         return (out + self._anchor).clone()
-
-
-@contextmanager
-def _hooked(
-    hooks: Mapping[Rule, Callable[..., Tensor]], forwards: Mapping[Rule, Callable[[Any], Any]] | None = None
-) -> Iterator[None]:
-    """For the duration of the context, a forward hook on the layers of these rules, and other forwards, made of theirs, for the layers of
-    those. A hook comes first: a user's own then sees, and may change, what comes after the layer."""
-    handles = [r.module.register_forward_hook(hook, prepend=True, with_kwargs=True) for r, hook in hooks.items()]
-    tapped = []
-    try:
-        for rule, make in (forwards or {}).items():
-            rule.module.forward = make(rule.module.forward)
-            tapped.append(rule.module)
-        yield
-    finally:
-        for module in tapped:
-            del module.forward
-        for handle in handles:
-            handle.remove()

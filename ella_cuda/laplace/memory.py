@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import Inputs, data_points, take
 from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.eigenvalues import workspace
+from ella_cuda.laplace.interception import saved_tensors
 from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.laplace.ties import merged_shapes
 from ella_cuda.ops._precision import without_autocast
@@ -165,7 +166,7 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: 
                 one = chunks[0][0]
                 stack.enter_context(run.of_copies(one, run.consumer))
             stack.enter_context(run.nodes())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor))
+            stack.enter_context(saved_tensors(keep, lambda held: held.tensor))
             outputs = run.forward(one)
             ours = run.kept_bytes()
             storages = [one.tensor.untyped_storage() for one in held]

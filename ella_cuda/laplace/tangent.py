@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ella_cuda.laplace.batches import tensors_of
+from ella_cuda.laplace.interception import hookable_modules, hooks
 from ella_cuda.laplace.values import rounding_of
 
 Values = dict[str, Tensor]
@@ -230,15 +231,10 @@ def first_at_fault(
 ) -> tuple[str, Exception]:
     """The innermost module whose call has an error of this kind by itself, which is one of :func:`has_forward_mode`, in words, and its error;
     else the model and the given one. ``run`` calls the model."""
-    names = {m: name for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
+    names = hookable_modules(model)
     calls: list[tuple[nn.Module, Any, Any]] = []  # a module's after those in its forward
-    handles = [m.register_forward_hook(lambda m, a, k, _: calls.append((m, a, k)), with_kwargs=True) for m in names]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooks(names, after=lambda m, a, k, _: calls.append((m, a, k)), with_kwargs=True), torch.no_grad():
+        run()
     with embeddings_have_derivatives(model):
         for module, args, kwargs in calls:
             try:
@@ -292,21 +288,18 @@ def embeddings_have_derivatives(model: nn.Module) -> Iterator[None]:
     flags = [(m, flag) for m in embeddings for flag in ("scale_grad_by_freq", "sparse") if getattr(m, flag)]
     bags = [m for m in embeddings if type(m) is nn.EmbeddingBag and m.mode != "max" and m.max_norm is None]
     bags = [m for m in bags if "forward" not in vars(m)]
-    handles = [m.register_forward_pre_hook(before) for m in padded]
-    handles += [m.register_forward_hook(after, always_call=True) for m in padded]
-    try:
-        for module, flag in flags:
-            setattr(module, flag, False)
-        for bag in bags:
-            bag.forward = functools.partial(_of_bags, bag)
-        yield
-    finally:
-        for bag in bags:
-            bag.__dict__.pop("forward", None)
-        for module, flag in flags:
-            setattr(module, flag, True)
-        for handle in handles:
-            handle.remove()
+    with hooks(padded, before, after, always_call=True):
+        try:
+            for module, flag in flags:
+                setattr(module, flag, False)
+            for bag in bags:
+                bag.forward = functools.partial(_of_bags, bag)
+            yield
+        finally:
+            for bag in bags:
+                bag.__dict__.pop("forward", None)
+            for module, flag in flags:
+                setattr(module, flag, True)
 
 
 def _of_bags(

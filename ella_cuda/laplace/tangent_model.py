@@ -19,8 +19,11 @@ from ella_cuda.laplace.batches import (
     take,
     tensors_of,
 )
-from ella_cuda.laplace.check_model import require_no_reentrant_checkpoint
-from ella_cuda.laplace.one_function import generator_states, require_one_function
+from ella_cuda.laplace.check_model import (
+    generator_states,
+    require_no_reentrant_checkpoint,
+    require_one_function,
+)
 from ella_cuda.laplace.parameters import checked_names, require_no_inference, trainable
 from ella_cuda.laplace.tangent import (
     ReplacedParameters,

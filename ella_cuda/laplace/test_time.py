@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ella_cuda.laplace.interception import hooks
 from ella_cuda.modes import evaluation_mode
 
 
@@ -97,7 +98,6 @@ def at_test_time(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _differentiable_recurrence(model: nn.Module) -> Iterator[None]:
     """For the duration of the context, recurrent layers on CUDA are torch's own: cuDNN's have no gradients in evaluation mode."""
-    handles: list[Any] = []
     enabled: list[bool] = []  # before a layer's call
 
     def enter(*_: Any) -> None:
@@ -108,14 +108,8 @@ def _differentiable_recurrence(model: nn.Module) -> Iterator[None]:
         if enabled:
             torch.backends.cudnn.enabled = enabled.pop()
 
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase) and any(p.is_cuda for p in module.parameters(recurse=False)):
-            handles += [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, prepend=True, always_call=True),
-            ]
-    try:
+    recurrent = [
+        m for m in model.modules() if isinstance(m, nn.RNNBase) and any(p.is_cuda for p in m.parameters(False))
+    ]
+    with hooks(recurrent, before=enter), hooks(recurrent, after=leave, prepend=True, always_call=True):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

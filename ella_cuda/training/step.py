@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, model_outputs, run_model, tensors_of
+from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.ops._precision import casting_anew, without_autocast
 
@@ -128,27 +129,20 @@ def what_is_not_finite(model: nn.Module, x: Inputs, y: Tensor) -> str:
         if not all(torch.isfinite(part).all() for part in parts):
             return f"{what} not finite: check the data set and what it does to its examples for nan and inf"
     found: list[str] = []
+    names = {m: name for name, m in model.named_modules() if name and not any(m.children())}
 
-    def look(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                if not torch.isfinite(parameter).all():
-                    found.append(
-                        f"{name!r} (its parameter {parameter_name}) since before this step, perhaps because a batch before this one had nan "
-                        "or inf in it"
-                    )
-            if isinstance(output, Tensor) and not torch.isfinite(output).all():
-                found.append(f"{name!r} (its output)")
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if not torch.isfinite(parameter).all():
+                found.append(
+                    f"{names[module]!r} (its parameter {parameter_name}) since before this step, perhaps because a batch before this one "
+                    "had nan or inf in it"
+                )
+        if isinstance(output, Tensor) and not torch.isfinite(output).all():
+            found.append(f"{names[module]!r} (its output)")
 
-        return hook
-
-    handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n and not any(m.children())]
-    try:
-        with torch.no_grad():
-            run_model(model, x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), hooks(names, after=look):
+        run_model(model, x)
     where = (
         f"the first layer that is not finite is {found[0]}"
         if found

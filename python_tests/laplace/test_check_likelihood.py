@@ -11,7 +11,7 @@ from torch import nn
 
 from ella_cuda import marglik_training
 from ella_cuda.laplace import IndependentLikelihood, KronLaplace, Likelihood, register_likelihood
-from ella_cuda.laplace.check_likelihood import check_likelihood
+from ella_cuda.laplace.check_extensions import check_likelihood
 from ella_cuda.laplace.likelihoods import LIKELIHOODS, Classification, Heteroscedastic
 
 

@@ -323,7 +323,7 @@ def test_two_calls(case, approximation):
 
 
 # The first call counts twice where no layer has a bias by which a function's call is told from a layer's.
-@rows("twice", wrong={"Linear, no bias": APPROXIMATIONS})
+@rows("twice")
 def test_a_weight_of_two_layers(case, approximation):
     model, x, y, oracle = problem(case, calls=2, tied=True)
     check(fitted(model, x, y, approximation=approximation), oracle, x)

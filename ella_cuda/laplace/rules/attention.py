@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ella_cuda.laplace.call import Tap, arguments_in_order
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.interception import FunctionMode
 from ella_cuda.laplace.rows import Dense, Rows
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn._autocast import full
@@ -82,7 +82,7 @@ class MultiheadAttentionRule(Rule):
             images = query.shape[batch]
             pairs = images * self.module.num_heads * query.shape[length] * key.shape[length]
             charge(pairs * query.element_size())
-            with _Projections(self, tap, images):
+            with _projections_through(self, tap, images):
                 return forward(*args, **kwargs)
 
         return wrapped
@@ -112,28 +112,27 @@ class MultiheadAttentionRule(Rule):
         return found | {"in_proj_bias": Dense(F.pad(rows.sum(1), around)[:, None, None])}
 
 
-class _Projections(TorchFunctionMode):
+def _projections_through(rule: MultiheadAttentionRule, tap: Tap, images: int) -> FunctionMode:
     """While an attention's forward runs, its linear projections go through the tap. They are on ``(L, N, E)``, or ``(L * N, E)``.
 
     Torch computes them in a function that a mode sees as a whole. The function's code runs with another ``linear`` among its globals.
     """
 
-    def __init__(self, rule: MultiheadAttentionRule, tap: Tap, images: int) -> None:
-        self.rule, self.tap, self.images = rule, tap, images
-
-    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is F.multi_head_attention_forward:
-            func = _with_globals(func, {"linear": self._linear})
-        return func(*args, **(kwargs or {}))
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = F.linear(x, weight, bias)
-        found = self.rule.projection(weight)
+        found = rule.projection(weight)
         if found is None:
             return out
-        apart = (-1, self.images) if x.dim() == 2 else x.shape[:2]
-        tapped = self.tap((x.reshape(*apart, x.shape[-1]), *found), out.reshape(*apart, out.shape[-1]), 1)
+        apart = (-1, images) if x.dim() == 2 else x.shape[:2]
+        tapped = tap((x.reshape(*apart, x.shape[-1]), *found), out.reshape(*apart, out.shape[-1]), 1)
         return tapped.reshape(out.shape)
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is F.multi_head_attention_forward:
+            func = _with_globals(func, {"linear": linear})
+        return func(*args, **kwargs)
+
+    return FunctionMode(handle)
 
 
 def _with_globals(function: Any, names: dict[str, Any]) -> Any:

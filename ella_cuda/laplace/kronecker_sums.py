@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Part = tuple[KroneckerFactor, range | None]  # of a factor: the blocks that a call can take part in together
 RowsOf = Mapping[str, Rows]
+Key = tuple["Rule", int]  # of a call: its number among the rule's
 
 
 class Consumer:
@@ -194,60 +195,53 @@ class SummedCopies(Consumer):
 
     def __init__(self, consumer: KroneckerSums) -> None:
         self.consumer = consumer
-        self.share = 1.0  # of the chunk in all copies
-        self.inputs: list[tuple[Call, dict[str, Rows]]] = []  # of every call
-        self.outputs: list[list[dict[str, Rows]]] = []  # of every pass and call
-        self._index: dict[Call, int] = {}
-        self._pass, self._added = 0, False
+        self._share = 1.0  # of the chunk in all copies
+        self._sums: dict[Key, tuple[Call, dict[str, Rows]]] = {}  # of every call, its input rows
+        self._outputs: list[dict[Key, dict[str, Rows]]] = []  # of every pass
+        self._keys: dict[Call, Key] = {}  # of the chunk's calls
+        self._pass, self._added, self._first = 0, False, True
 
     def chunk(self, share: float) -> None:
         """Begin a chunk with this share in all copies."""
-        self.share, self._pass = share, 0
+        self._share, self._pass = share, 0
 
     def begin(self) -> None:
-        if self._index and len(self._index) != len(self.inputs):
-            raise _other_calls(next(iter(self._index)).rule)
-        self._index.clear()
+        if not self._keys:
+            return
+        seen = set(self._keys.values())
+        if missing := next((rule for rule, number in self._sums if (rule, number) not in seen), None):
+            raise _other_calls(missing)
+        self._keys.clear()
+        self._first = False
 
     def forward(self, call: Call, arguments: Sequence[Any]) -> None:
         rows = call.rule.input_rows(*arguments)
         call.kept = call.rule.keep(*arguments)
         self.add_inputs(call, over_copies(rows, call.copies, mean=True))
 
-    def note(self, index: int, call: Call, rows: dict[str, Rows]) -> None:
-        """Add a chunk's input rows to a call's."""
-        if self._added:
-            return
-        if index == len(self.inputs):
-            self.inputs.append((Call(call.rule, kept=call.kept), rows))
-        elif self.inputs[index][0].rule is not call.rule:
+    def add_inputs(self, call: Call, rows: dict[str, Rows]) -> None:
+        """Take a call's input rows, over copies."""
+        key = self._keys[call] = call.rule, sum(rule is call.rule for rule, _ in self._keys.values())
+        if self._first:
+            self._sums[key] = Call(call.rule, kept=call.kept), {}
+        elif key not in self._sums:
             raise _other_calls(call.rule)
-        else:
-            self.inputs[index] = self.inputs[index][0], _sum(self.inputs[index][1], rows, call.rule)
+        if not self._added:
+            of_all, before = self._sums[key]
+            rows = _each(rows, lambda of: of.times(self._share).settled())
+            self._sums[key] = of_all, _sum(before, rows, call.rule)
 
     def backward(self, call: Call, gradient: Tensor, wanted: bool) -> Tensor | None:
-        rule = call.rule
-        rows = rule.output_rows(gradient, call.kept)
-        rows = over_copies(rows, call.copies, mean=False)
-        self.take(self._index[call], rule, _each(rows, lambda of: of.settled()))
+        rule, key = call.rule, self._keys[call]
+        rows = over_copies(rule.output_rows(gradient, call.kept), call.copies, mean=False)
+        if len(self._outputs) == self._pass:
+            self._outputs.append({})
+        found = self._outputs[self._pass]
+        found[key] = _sum(found.get(key, {}), _each(rows, lambda of: of.settled()), rule)
         return rule.input_gradient(gradient, call) if wanted else None
-
-    def take(self, index: int, rule: Rule, rows: dict[str, Rows]) -> None:
-        """Add a chunk's output rows to a call's, in the present pass."""
-        while len(self.outputs) <= self._pass:
-            self.outputs.append([])
-        found = self.outputs[self._pass]
-        while len(found) <= index:
-            found.append({})
-        found[index] = _sum(found[index], rows, rule) if found[index] else rows
 
     def flush(self) -> None:
         self._pass += 1
-
-    def add_inputs(self, call: Call, rows: dict[str, Rows]) -> None:
-        """Take a call's input rows, over copies."""
-        index = self._index[call] = len(self._index)
-        self.note(index, call, _each(rows, lambda of: of.times(self.share).settled()))
 
     def tensors(self) -> list[Tensor]:
         """The values of all sums, in an order of their own."""
@@ -259,24 +253,24 @@ class SummedCopies(Consumer):
             rows.put(tensors)
 
     def _rows(self) -> list[Rows]:
-        inputs = [rows for _, of_call in self.inputs for rows in of_call.values()]
-        outputs = [rows for found in self.outputs for of_call in found for rows in of_call.values()]
-        return list({id(rows): rows for rows in (*inputs, *outputs)}.values())
+        calls = [rows for _, rows in self._sums.values()] + [rows for found in self._outputs for rows in found.values()]
+        return list({id(rows): rows for of_call in calls for rows in of_call.values()}.values())
 
     def add(self) -> None:
         """Hand the sums of all chunks over: input rows once, and the output rows of the passes that were there since the last time."""
         if not self._added:
             self.consumer.begin()
-            for call, rows in self.inputs:
+            for key, (call, rows) in self._sums.items():
                 self.consumer.add_inputs(call, rows)
+                self._sums[key] = call, {}
             self.consumer.close()
             self._added = True
-        for found in self.outputs:
-            for (call, _), rows in zip(self.inputs, found, strict=False):
-                self.consumer.add_outputs(call, rows)
+        for found in self._outputs:
+            for key, rows in found.items():
+                self.consumer.add_outputs(self._sums[key][0], rows)
             self.consumer.flush()
-        self.outputs.clear()
-        self._index.clear()
+        self._outputs.clear()
+        self._keys.clear()
 
 
 def over_copies(rows: RowsOf, copies: int, mean: bool) -> dict[str, Rows]:
@@ -290,7 +284,9 @@ def _each(rows: RowsOf, change: Callable[[Rows], Rows]) -> dict[str, Rows]:
     return {name: changed[id(of)] for name, of in rows.items()}
 
 
-def _sum(one: RowsOf, other: RowsOf, rule: Rule) -> dict[str, Rows]:
+def _sum(one: RowsOf, other: dict[str, Rows], rule: Rule) -> dict[str, Rows]:
+    if not one:
+        return other
     if one.keys() != other.keys():
         raise _other_calls(rule)
     try:

@@ -30,10 +30,10 @@ from ella_cuda.laplace.check_likelihood import POINTS, check_likelihood
 from ella_cuda.laplace.check_rule import is_own
 from ella_cuda.laplace.copies import augment_of, checked_draws, fixed_draws, require_constant_amounts, tried_copies
 from ella_cuda.laplace.curvature import CurvaturePass
-from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.evidence import (
     MODES,
+    DataFitGradient,
     data_weight,
     effective_by_path,
     effective_by_tensor,
@@ -50,7 +50,7 @@ from ella_cuda.laplace.evidence import (
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
-from ella_cuda.laplace.parameters import buffer_sums, fingerprint_of
+from ella_cuda.laplace.parameters import Value, as_float64, buffer_sums, check_choice, fingerprint_of, positive_number
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import PREDICTIONS, Predictive, predictions_at
 from ella_cuda.laplace.rules.base import Rule
@@ -67,7 +67,6 @@ from ella_cuda.laplace.tuning import (
     raise_evidence,
     warn_of_motion,
 )
-from ella_cuda.laplace.values import Value, as_float64, check_choice, positive_number
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.nn._sizes import as_count
 

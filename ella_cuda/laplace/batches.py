@@ -217,7 +217,7 @@ def checked_outputs(outputs: Any, count: int) -> Tensor:
 
 def outputs_of(model: Callable[..., Any], x: Inputs) -> Tensor:
     """:func:`checked_outputs` of the model for inputs."""
-    return outputs_of(model, x)
+    return checked_outputs(run_model(model, x), data_points(x))
 
 
 def map_tensors(x: Any, change: Callable[[Tensor], Tensor]) -> Any:

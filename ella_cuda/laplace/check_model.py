@@ -27,7 +27,7 @@ from ella_cuda.laplace.batches import (
 )
 from ella_cuda.laplace.call import Place, batch_first
 from ella_cuda.laplace.one_function import generator_states, refusing_changes_of_gradients, require_one_function
-from ella_cuda.laplace.values import rounding_of
+from ella_cuda.laplace.parameters import rounding_of
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule

@@ -15,19 +15,16 @@ from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
 from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, inputs_on, merged, run_model
 from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
-from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
-from ella_cuda.laplace.eigenbases import Eigenbasis, Spectra, eigenbases_of
-from ella_cuda.laplace.evidence import elements
-from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.evidence import DataFitGradient, elements
+from ella_cuda.laplace.factors import KroneckerFactor, by_parameter, merged_shapes
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
-from ella_cuda.laplace.posterior import KronPosterior
+from ella_cuda.laplace.parameters import Value, check_choice
+from ella_cuda.laplace.posterior import Eigenbasis, KronPosterior, Spectra, eigenbases_of
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
 from ella_cuda.laplace.state import checked_tensor, load_factors, save_factors
 from ella_cuda.laplace.test_time import requiring_grad
-from ella_cuda.laplace.ties import by_parameter, merged_shapes
-from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
 
@@ -59,7 +56,7 @@ class KronLaplace(BaseLaplace):
         model: ``(N, ...) -> (N, K)``, or ``(N, ..., K)`` for outputs at several positions, float32 or float64; its layers' outputs have the
             batch in front, or second where a layer's rule allows for it, as ``nn.Linear``'s does. Parameters that do not require a gradient
             are constants. Layers may be called several times in a forward pass, and share weights: see
-            :mod:`ella_cuda.laplace.kronecker_sums` and :func:`ella_cuda.laplace.ties.merged`.
+            :mod:`ella_cuda.laplace.kronecker_sums` and :func:`ella_cuda.laplace.factors.merged`.
         likelihood: "classification" (softmax over the outputs' last axis, integer labels of the other axes' shape), "regression" (Gaussian),
             "binary" (logits, targets 0 or 1), "poisson" (log rates, counts), each with targets of the outputs' shape, "heteroscedastic"
             (Gaussians by natural parameters, outputs ``(N, 2K)``, targets ``(N, K)``), a name of :func:`register_likelihood`, or an object

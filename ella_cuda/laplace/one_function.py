@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ella_cuda.laplace.batches import Inputs, map_tensors, run_model
-from ella_cuda.laplace.values import rounding_of
+from ella_cuda.laplace.parameters import rounding_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 Hook = Callable[..., Any]

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, tensors_of
 from ella_cuda.laplace.evidence import data_weight
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.factors import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
-from ella_cuda.laplace.likelihoods import Likelihood, unit_columns
-from ella_cuda.laplace.link_functions import DIAGONAL, LINKS
+from ella_cuda.laplace.likelihoods import DIAGONAL, LINKS, Likelihood, unit_columns
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.tangent import ReplacedParameters
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
-from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision, without_autocast
@@ -71,7 +70,7 @@ class Predictive:
             pred_type: "glm", or "nn": the network itself at samples of its parameters, with ``link_approx="mc"``; a warning says why not.
             joint: for likelihoods without classes, the covariance of all data points' outputs together.
             link_approx: how class probabilities come from Gaussian logits: "probit", "probit_full" (with covariances), "mc" (samples),
-                "bridge", "bridge_norm"; see :mod:`ella_cuda.laplace.link_functions`. Likelihoods without classes have no link.
+                "bridge", "bridge_norm"; see :mod:`ella_cuda.laplace.likelihoods`. Likelihoods without classes have no link.
             n_samples: of "mc" and "nn".
             diagonal_output: leave covariances between a data point's outputs out, where there are no classes, or of samples ("mc").
             generator: of the samples, on any device; None is torch's global one.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ella_cuda.laplace.batches import tensors_of
-from ella_cuda.laplace.values import rounding_of
+from ella_cuda.laplace.parameters import rounding_of
 
 Values = dict[str, Tensor]
 

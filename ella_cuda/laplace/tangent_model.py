@@ -21,7 +21,7 @@ from ella_cuda.laplace.batches import (
 )
 from ella_cuda.laplace.check_model import require_no_reentrant_checkpoint
 from ella_cuda.laplace.one_function import generator_states, require_one_function
-from ella_cuda.laplace.parameters import checked_names, require_no_inference, trainable
+from ella_cuda.laplace.parameters import check_choice, checked_names, require_no_inference, rounding_of, trainable
 from ella_cuda.laplace.tangent import (
     ReplacedParameters,
     Values,
@@ -34,7 +34,6 @@ from ella_cuda.laplace.tangent import (
     push_by_gradients,
 )
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, refusing_reentrant
-from ella_cuda.laplace.values import check_choice, rounding_of
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.ops._precision import without_autocast
 

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from ella_cuda.laplace.batches import dict_keys, kept, pair_on, require_loader
 from ella_cuda.laplace.evidence import Evidence, effective_by_tensor, evidence_at, mean_at
-from ella_cuda.laplace.link_functions import LINKS
+from ella_cuda.laplace.likelihoods import LINKS
+from ella_cuda.laplace.parameters import as_float64, check_choice
 from ella_cuda.laplace.prior_structure import STRUCTURES, group_indices
-from ella_cuda.laplace.values import as_float64, check_choice
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision
 

@@ -19,7 +19,7 @@ from ella_cuda.laplace import (
     exact_log_marginal_likelihood,
     register,
 )
-from ella_cuda.laplace.values import rounding_of
+from ella_cuda.laplace.parameters import rounding_of
 
 
 def labelled(*shape, images=4):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.factors import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import unit_columns
 from ella_cuda.laplace.rules import Rule

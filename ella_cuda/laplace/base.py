@@ -8,12 +8,13 @@ import functools
 import itertools
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from ella_cuda.laplace.batches import (
     DEFAULT_KEYS,
@@ -30,7 +31,7 @@ from ella_cuda.laplace.check_likelihood import POINTS, check_likelihood
 from ella_cuda.laplace.check_rule import is_own
 from ella_cuda.laplace.copies import augment_of, checked_draws, fixed_draws, require_constant_amounts, tried_copies
 from ella_cuda.laplace.curvature import CurvaturePass
-from ella_cuda.laplace.distributed_fit import FitSums
+from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
 from ella_cuda.laplace.evidence import (
     MODES,
     DataFitGradient,
@@ -49,7 +50,7 @@ from ella_cuda.laplace.evidence import (
 )
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
-from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
+from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, solve
 from ella_cuda.laplace.parameters import Value, as_float64, buffer_sums, check_choice, fingerprint_of, positive_number
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import PREDICTIONS, Predictive, predictions_at
@@ -69,6 +70,7 @@ from ella_cuda.laplace.tuning import (
 )
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.nn._sizes import as_count
+from ella_cuda.ops._precision import without_autocast
 
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-6}  # residual of a linear mode, unless told
 # Entries that states of older versions lack.
@@ -185,7 +187,7 @@ class BaseLaplace(Predictive):
 
     @abstractmethod
     def _pass_over(self, sums: FitSums, loader: Iterable[Any], progress_bar: bool, **how: Any) -> None:
-        """Add a pass over the data to the curvature and the sums; ``how`` may have ``outputs_of`` as in :meth:`_refit`."""
+        """Add a pass over the data to the curvature and the sums; ``how`` may have ``hessian_at`` as in :meth:`_refit`."""
 
     @abstractmethod
     def _check_finite(self, statistic: Tensor) -> None:
@@ -239,31 +241,42 @@ class BaseLaplace(Predictive):
             self.likelihood_function.check(outputs, y[few])
             check_likelihood(self.likelihood_function, outputs, y[few])
 
-    def _fit(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
-        """:meth:`fit`; the loader is kept for what passes over the same data later."""
-        before, fitted = self._loaders, self.n_data > 0
-        self._accumulate(loader, override, progress_bar, **how)
-        before = [] if override else before
-        added_to_unknown = not override and fitted and not before
+    def _fit(
+        self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False, group: Any = None, **how: Any
+    ) -> None:
+        """:meth:`fit`, with arguments of :meth:`_pass_over`; the loader is kept for what passes over the same data later."""
+        before, added_to_unknown = self._loaders, not override and self.n_data > 0 and not self._loaders
+        if group is None:
+            sums = self._begin(loader, override, how.get("hessian_at"))
+            self._pass_over(sums, loader, progress_bar, **how)
+            self._require_pass(sums)
+            self._check_finite(sums.statistic)
+            self._end(sums)
+        else:
+            accumulate_together(self, loader, override, progress_bar, how["generator"], group)
         # Of several processes this one's loader is a part of the data alone.
-        self._loaders = [] if added_to_unknown or how.get("group") is not None else [*before, loader]
+        self._loaders = [] if added_to_unknown or group is not None else [*([] if override else before), loader]
 
-    def _refit(self, loader: Iterable[Any], outputs_of: Callable[[Inputs], Tensor]) -> None:
+    def _refit(self, loader: Iterable[Any], hessian_at: Callable[[Inputs], Tensor]) -> None:
         """Accumulate the curvature once more with the likelihood's Hessian at other outputs of inputs than the network's."""
         loaders = self._loaders
-        self._accumulate(loader, override=True, progress_bar=False, outputs_of=outputs_of)
+        self._fit(loader, hessian_at=hessian_at)
         self._loaders = loaders
 
-    def _accumulate(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
-        """The pass over the data of a fit; ``how`` is of :meth:`_pass_over`."""
-        sums = self._begin(loader, override, how.get("outputs_of"))
-        self._pass_over(sums, loader, progress_bar, **how)
-        self._require_pass(sums)
-        self._check_finite(sums.statistic)
-        self._end(sums)
+    def _batches(
+        self, sums: FitSums, loader: Iterable[Any], progress_bar: bool, run: CurvaturePass, several: bool
+    ) -> Iterator[tuple[Inputs, Tensor]]:
+        """The batches of a pass, which are counted, on the model's device; the model is tried out on the first with data."""
+        for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
+            x, y = sums.batch = self.fitted_model.batch(batch, "fit")
+            if data_points(x) and not sums.seen:
+                with without_autocast(self._device.type):
+                    self._try_out(run, x, y, several)
+            sums.seen, sums.n_targets = sums.seen + data_points(x), sums.n_targets + y.numel()
+            yield x, y
 
     def _begin(
-        self, loader: Iterable[Any], override: bool, outputs_of: Callable[[Inputs], Tensor] | None = None
+        self, loader: Iterable[Any], override: bool, hessian_at: Callable[[Inputs], Tensor] | None = None
     ) -> FitSums:
         """Check and allocate before a fit's pass."""
         if not isinstance(override, bool):
@@ -285,7 +298,7 @@ class BaseLaplace(Predictive):
             fitted.describe(parameters)
             self._rules = rules
             self._forget()
-            if outputs_of is None:
+            if hessian_at is None:
                 fitted.draws = fixed_draws(self.model)
             self._allocate(rules)
         else:
@@ -553,9 +566,8 @@ class BaseLaplace(Predictive):
             )
         if tol is None:
             tol = NEAR[self.fitted_model.dtype]
-        self._find_linear_mode(
-            loader, tol, solver, form, hessian_at, start, precondition, max_passes, checkpoint, progress_bar
-        )
+        how = {"precondition": precondition, "max_passes": max_passes, "checkpoint": checkpoint}
+        self._find_linear_mode(loader, tol, solver, form, hessian_at, start, progress_bar=progress_bar, **how)
         if self.linear_fit.why:
             warnings.warn(
                 f"fit_linear_mode: the residual is {self.linear_fit.residual:.2g} after {self.linear_fit.passes} passes over the data, above "
@@ -573,10 +585,7 @@ class BaseLaplace(Predictive):
         form: str,
         hessian_at: str,
         start: Tensor | None = None,
-        precondition: bool = True,
-        max_passes: int = 500,
-        checkpoint: str | PathLike[str] | None = None,
-        progress_bar: bool = False,
+        **how: Any,
     ) -> None:
         if start is not None:
             start = self._checked_vector(start, "start")
@@ -586,8 +595,7 @@ class BaseLaplace(Predictive):
                 )
         elif self.linear_fit is not None and self.linear_fit.form == form:
             start = self.linear_fit.theta
-        stopping = Stopping.checked(tol, max_passes)
-        found = solve(self, loader, stopping, solver, form, start, precondition, checkpoint, progress_bar)
+        found = solve(self, loader, tol, solver, form, start, **how)
         if hessian_at == "linear":
             tangent = TangentModel(self.model, form, self.parameter_names)
             self._refit(loader, lambda x: tangent(found.theta, x).detach())

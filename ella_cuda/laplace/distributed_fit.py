@@ -38,6 +38,7 @@ class FitSums:
         anew: whether nothing is added to.
         n_data: of the fit that is added to. seen: data points of the pass.
         n_targets, statistic: of both.
+        batch: x and y, the last one; y is None before the first.
         calls: of every layer with a rule. gradients: of the pass' statistic in buffers.
     """
 
@@ -50,6 +51,7 @@ class FitSums:
     n_targets: int
     statistic: Tensor
     seen: int = 0
+    batch: tuple[Any, Tensor | None] = (None, None)
     calls: dict[Rule, int] = dataclasses.field(default_factory=dict)
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 

@@ -174,13 +174,17 @@ def mean_at(la: Evidence, at: str) -> Mean:
         RuntimeError: not fitted, or the linear mode was not found.
     """
     la.fitted_model.require_fit()
-    if check_choice("at", at, MODES) == "network":
-        return Mean(la.statistic, la.square_norms)
+    where = la if check_choice("at", at, MODES) == "network" else linear_fit_of(la, "at")
+    return Mean(where.statistic, where.square_norms)
+
+
+def linear_fit_of(la: Evidence, argument: str) -> Any:
+    """The linearised network's mode at the fit; RuntimeError where it was not found, with the argument that asks for it."""
     if la.linear_fit is None:
         raise RuntimeError(
-            f"{type(la).__name__}: at='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
+            f"{type(la).__name__}: {argument}='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
         )
-    return Mean(la.linear_fit.statistic, la.linear_fit.square_norms)
+    return la.linear_fit
 
 
 def log_likelihood(la: Evidence, sigma: Tensor, at: str = "network") -> Tensor:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ella_cuda import ops
 from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
-from ella_cuda.laplace.batches import Inputs, data_points
+from ella_cuda.laplace.batches import Inputs
 from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.evidence import DataFitGradient
 from ella_cuda.laplace.factors import FactorShape, Jacobian
@@ -421,16 +420,12 @@ class UnfactoredLaplace(BaseLaplace):
         sums: FitSums,
         loader: Iterable[Any],
         progress_bar: bool,
-        outputs_of: Callable[[Inputs], Tensor] | None = None,
+        hessian_at: Callable[[Inputs], Tensor] | None = None,
     ) -> None:
         with running(JacobianPass(self.model, self._rules, self._layout.shapes, self.memory_budget)) as run:
-            for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
-                x, y = self.fitted_model.batch(batch, "fit")
+            for x, y in self._batches(sums, loader, progress_bar, run, several=True):
                 with without_autocast(self._device.type):
-                    if data_points(x) and not sums.seen:
-                        self._try_out(run, x, y, several=True)
-                    sums.statistic = sums.statistic + self._add(run, x, y, outputs_of)
-                sums.seen, sums.n_targets = sums.seen + data_points(x), sums.n_targets + y.numel()
+                    sums.statistic = sums.statistic + self._add(run, x, y, hessian_at)
 
     def _check_finite(self, statistic: Tensor) -> None:
         if not (statistic.isfinite() and self._curvature.total.isfinite().all()):
@@ -442,9 +437,9 @@ class UnfactoredLaplace(BaseLaplace):
         if self.n_data:
             self._curvature.most_rank = self.n_data * self.n_outputs
 
-    def _add(self, run: JacobianPass, x: Inputs, y: Tensor, outputs_of: Callable[[Inputs], Tensor] | None) -> Tensor:
+    def _add(self, run: JacobianPass, x: Inputs, y: Tensor, hessian_at: Callable[[Inputs], Tensor] | None) -> Tensor:
         likelihood = self.likelihood_function
-        others = None if outputs_of is None else outputs_of(x)
+        others = None if hessian_at is None else hessian_at(x)
 
         def columns(outputs: Tensor, which: slice) -> Columns | Tensor:
             likelihood.check(outputs, y[which])

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ella_cuda import ops
 from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
-from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, inputs_on, merged, run_model
+from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, inputs_on, merged, outputs_of, run_model
 from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
-from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
+from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.evidence import DataFitGradient, elements
 from ella_cuda.laplace.factors import KroneckerFactor, by_parameter, merged_shapes
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
@@ -219,12 +218,6 @@ class KronLaplace(BaseLaplace):
         self._fit(loader, override, progress_bar, generator=generator, group=group)
         return self
 
-    def _accumulate(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
-        if (group := how.pop("group", None)) is not None:
-            accumulate_together(self, loader, override, progress_bar, how["generator"], group)
-        else:
-            super()._accumulate(loader, override, progress_bar, **how)
-
     def _require_room(self, rules: Sequence[Rule]) -> None:
         require_memory(self.model, rules)
 
@@ -238,32 +231,19 @@ class KronLaplace(BaseLaplace):
         loader: Iterable[Any],
         progress_bar: bool,
         generator: torch.Generator | None = None,
-        outputs_of: Callable[[Inputs], Tensor] | None = None,
+        hessian_at: Callable[[Inputs], Tensor] | None = None,
         generator_of: Callable[[int], torch.Generator] | None = None,
     ) -> None:
         """The pass over the data. ``generator_of`` gives each batch, by its number in the loader, a generator of its own."""
-        x, y = None, None
-        needs = telling_needs(lambda: (x, y), self._peak_bytes, sum(rule.bytes() for rule in self._rules))
+        needs = telling_needs(lambda: sums.batch, self._peak_bytes, sum(rule.bytes() for rule in self._rules))
         with needs, curvature_pass(self.model, self._rules, self.memory_budget) as run:
-            tried, number = False, -1
-
-            def taken() -> Iterator[tuple[Inputs, Tensor]]:
-                nonlocal x, y, tried, number
-                for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
-                    x, y = self.fitted_model.batch(batch, "fit")
-                    number += 1
-                    if data_points(x) and not tried:
-                        with without_autocast(self._device.type):
-                            self._try_out(run, x, y, several=self.fisher == "exact")
-                        tried = True
-                    yield x, y
-
-            for x, y in merged(taken(), run.merged_images if generator_of is None else lambda _: 0):
+            batches = self._batches(sums, loader, progress_bar, run, several=self.fisher == "exact")
+            pairs = merged(batches, run.merged_images) if generator_of is None else batches
+            for number, (x, y) in enumerate(pairs):
                 its_own = generator if generator_of is None else generator_of(number)
                 with without_autocast(self._device.type):
                     for part in run.parts(x, y):
-                        sums.statistic = sums.statistic + self._add(run, sums.data_fit, *part, its_own, outputs_of)
-                sums.seen, sums.n_targets = sums.seen + data_points(x), sums.n_targets + y.numel()
+                        sums.statistic = sums.statistic + self._add(run, sums.data_fit, *part, its_own, hessian_at)
         sums.calls = dict(run.calls)
         sums.gradients = sums.data_fit.total()
 
@@ -274,25 +254,51 @@ class KronLaplace(BaseLaplace):
         x: Inputs,
         y: Tensor,
         generator: torch.Generator | None,
-        outputs_of: Callable[[Inputs], Tensor] | None,
+        hessian_at: Callable[[Inputs], Tensor] | None,
     ) -> Tensor:
-        """Add a batch to the factors and to the data fit's gradient; returns its part of the statistic."""
-        if (chunks := run.chunks(x)) is not None:
-            return self._add_chunks(run, data_fit, chunks, x, y, generator, outputs_of)
-        others = None if outputs_of is None else outputs_of(x)
-        with run.nodes():
-            outputs = run.forward(x)
+        """Add a batch to the factors and to the data fit's gradient; returns its part of the statistic.
+
+        Data points whose copies have no room together go through the network once for the outputs, and once for all else.
+        """
+        chunks = run.chunks(x)
+
+        def mean(outputs: Callable[[Inputs], Tensor]) -> Tensor:
+            return sum(share * outputs(some) for some, share in chunks or [(x, 1)])
+
+        others = None if hessian_at is None else mean(hessian_at)
+        with run.nodes() if chunks is None else torch.no_grad():
+            outputs = run.forward(x) if chunks is None else mean(lambda some: outputs_of(self.model, some))
             f = outputs.detach()
             statistic, columns = self._columns_at(f, f if others is None else others.to(f.dtype), y, generator)
-            if data_points(x):
+            if chunks is None and data_points(x):
                 run.backward(outputs, columns)
+        if chunks is not None:
+            run.add_chunks(chunks, columns)
         if data_points(x):
-            run.add_per_example(x, columns)
+            run.add_per_example(x, columns, None if chunks is None else chunks[0][0][1].shape[1])
         if data_fit.buffers:
-            with requiring_grad(run.hyperparameters, True):
-                data_fit.add(lambda: self.likelihood_function.statistic(run_model(self.model, x), y))
+            self._add_data_fit(run, data_fit, f, x, y, chunks)
         self.n_outputs = math.prod(f.shape[1:])
         return statistic
+
+    def _add_data_fit(
+        self,
+        run: CurvaturePass,
+        data_fit: DataFitGradient,
+        f: Tensor,
+        x: Inputs,
+        y: Tensor,
+        chunks: Sequence[Chunk] | None,
+    ) -> None:
+        with requiring_grad(run.hyperparameters, True):
+            if chunks is None:
+                data_fit.add(lambda: self.likelihood_function.statistic(run_model(self.model, x), y))
+                return
+            at = f.clone().requires_grad_()
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad(self.likelihood_function.statistic(at, y), at)
+            for some, share in chunks:
+                data_fit.add(lambda some=some, share=share: share * (run_model(self.model, some) * slope).sum())
 
     @torch.no_grad()
     def _columns_at(
@@ -305,37 +311,6 @@ class KronLaplace(BaseLaplace):
         if self.fisher == "exact":
             return statistic, likelihood.columns(at, y, self.column_tolerance)
         return statistic, likelihood.sampled_column(at, y, generator)
-
-    def _add_chunks(
-        self,
-        run: CurvaturePass,
-        data_fit: DataFitGradient,
-        chunks: Sequence[Chunk],
-        x: Inputs,
-        y: Tensor,
-        generator: torch.Generator | None,
-        outputs_of: Callable[[Inputs], Tensor] | None,
-    ) -> Tensor:
-        """:meth:`_add` of data points whose copies have no room together: once through the network for the outputs, and once for all else."""
-
-        def mean(outputs: Callable[[Inputs], Tensor]) -> Tensor:
-            return sum(share * outputs(some) for some, share in chunks)
-
-        with torch.no_grad():
-            f = mean(lambda some: outputs_of(self.model, some))
-        at = f if outputs_of is None else mean(outputs_of).to(f.dtype)
-        statistic, columns = self._columns_at(f, at, y, generator)
-        run.add_chunks(chunks, columns)
-        run.add_per_example(x, columns, chunks[0][0][1].shape[1])
-        if data_fit.buffers:
-            at = f.clone().requires_grad_()
-            with torch.enable_grad():
-                (slope,) = torch.autograd.grad(self.likelihood_function.statistic(at, y), at)
-            with requiring_grad(run.hyperparameters, True):
-                for some, share in chunks:
-                    data_fit.add(lambda some=some, share=share: share * (run_model(self.model, some) * slope).sum())
-        self.n_outputs = math.prod(f.shape[1:])
-        return statistic
 
     def _check_finite(self, statistic: Tensor) -> None:
         sides = [

@@ -206,7 +206,9 @@ class Likelihood(ABC):
         """The loss of a training step, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
         the outputs. ``variance`` is sigma^2, 0-dim, for a likelihood with noise."""
         total = -self.log_prob(full(outputs), targets).sum()
-        return _mean(total / variance if self.has_noise else total, targets)
+        total = total / variance if self.has_noise else total
+        # A tensor's division is exact on every device, which a number's is not.
+        return total / torch.full_like(total, len(targets))
 
     def response(self, outputs: Tensor) -> Tensor:
         """The response at outputs ``(..., K)``, of the same shape, such as probabilities: here the outputs themselves."""
@@ -386,15 +388,9 @@ class Classification(Likelihood):
         """A mask of the labels that count, of the targets' shape."""
         return targets.long() != self.ignore_index
 
-    def _cross_entropy(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        rows, labels = outputs.flatten(0, -2), targets.long().flatten()
-        return F.cross_entropy(rows, labels, reduction="sum", ignore_index=self.ignore_index)
-
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return -self._cross_entropy(outputs, targets)
-
-    def loss(self, outputs: Tensor, targets: Tensor, variance: Tensor) -> Tensor:
-        return _mean(self._cross_entropy(full(outputs), targets), targets)
+        rows, labels = outputs.flatten(0, -2), targets.long().flatten()
+        return -F.cross_entropy(rows, labels, reduction="sum", ignore_index=self.ignore_index)
 
     def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         labels, counted = targets.long(), self._counted(targets)
@@ -667,11 +663,6 @@ class Heteroscedastic(Likelihood):
         k = torch.arange(sigma.shape[1], device=sigma.device)
         places = torch.stack([k, k + len(k)], 1)
         return _sparse(outputs, torch.cat([first, second], 1), places.repeat(2, 1), tolerance)
-
-
-def _mean(total: Tensor, targets: Tensor) -> Tensor:
-    """Over the data points. A tensor's division is exact on every device, which a number's is not."""
-    return total / torch.full_like(total, len(targets))
 
 
 def _needed(traces: Tensor, tolerance: float) -> int:

@@ -84,25 +84,6 @@ class LinearMode(NamedTuple):
         return cls(**{**state, **tensors})
 
 
-class Stopping(NamedTuple):
-    """When to stop.
-
-    Attributes:
-        tol: of the residual. passes: over the data, at most.
-    """
-
-    tol: float
-    passes: int
-
-    @classmethod
-    def checked(cls, tol: Value, passes: int) -> Stopping:
-        """ValueError where one is out of range, TypeError where the tolerance is no number."""
-        found = positive_number("fit_linear_mode: tol", tol)
-        if found >= 1:
-            raise ValueError(f"fit_linear_mode: tol must be less than 1, got {tol!r}.")
-        return cls(found, as_count("fit_linear_mode: max_passes", passes))
-
-
 class _Loss:
     """The linearised network's loss over a loader's data, whose passes are counted.
 
@@ -289,16 +270,21 @@ def _key(x: Inputs) -> Any:
 def solve(
     la: Evidence,
     loader: Iterable[Any],
-    stopping: Stopping,
+    tol: Value,
     solver: str,
     form: str,
     start: Tensor | None,
-    precondition: bool,
-    checkpoint: str | os.PathLike[str] | None,
-    progress_bar: bool,
+    precondition: bool = True,
+    max_passes: int = 500,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress_bar: bool = False,
 ) -> LinearMode:
     """The linearised network's mode at la's prior precisions and noise; arguments as of
     :meth:`ella_cuda.laplace.KronLaplace.fit_linear_mode`."""
+    tol = positive_number("fit_linear_mode: tol", tol)
+    if tol >= 1:
+        raise ValueError(f"fit_linear_mode: tol must be less than 1, got {tol!r}.")
+    max_passes = as_count("fit_linear_mode: max_passes", max_passes)
     file = _Checkpoint(la, form, checkpoint)
     bars = tqdm(desc="linear mode", unit="pass", disable=not progress_bar, leave=False)
     with file.claimed(), bars as bar, torch.no_grad():
@@ -315,7 +301,7 @@ def solve(
         def covariance(vector: Tensor) -> Tensor:
             return posterior.bmm(vector.to(loss.tangent.point.dtype), -1).double()
 
-        return _newton(loss, theta, covariance, precondition, stopping, file)
+        return _newton(loss, theta, covariance, precondition, tol, max_passes, file)
 
 
 def _chosen(la: Evidence, solver: str, loss: _Loss) -> str:
@@ -339,7 +325,8 @@ def _newton(
     theta: Tensor,
     covariance: Vectors,
     precondition: bool,
-    stopping: Stopping,
+    tol: float,
+    max_passes: int,
     file: _Checkpoint,
 ) -> LinearMode:
     """Newton's method, each step by conjugate gradients; of a regression one step, and more where rounding asks for them."""
@@ -357,17 +344,17 @@ def _newton(
         residual = norm / largest if largest else 0.0
         loss.bar.set_postfix(residual=f"{residual:.1e}")
         file.write(theta, force=True)
-        done = residual <= stopping.tol
+        done = residual <= tol
         # A step is a product and a gradient at least.
-        if done or stalled > 1 or loss.passes + 2 > stopping.passes:
+        if done or stalled > 1 or loss.passes + 2 > max_passes:
             break
         share = 0.0 if quadratic else min(0.5, math.sqrt(residual))
-        aim = max(OVERSHOOT * stopping.tol * largest, share * norm)
-        step = _conjugate(loss, theta, gradient, covariance, precondition, aim, stopping.passes - 1, file)
+        aim = max(OVERSHOOT * tol * largest, share * norm)
+        step = _conjugate(loss, theta, gradient, covariance, precondition, aim, max_passes - 1, file)
         rounding = loss.eps * abs(value)
-        descended = _descended(loss, theta, step, value, torch.dot(gradient, step).item(), rounding, stopping.passes)
+        descended = _descended(loss, theta, step, value, torch.dot(gradient, step).item(), rounding, max_passes)
         if descended is None:
-            rounded = loss.passes < stopping.passes
+            rounded = loss.passes < max_passes
             break
         there, after, (statistic, slope, prior) = descended
         still = after > value - rounding and _norm(slope + prior, covariance) > 0.5 * norm
@@ -379,7 +366,7 @@ def _newton(
     elif stalled > 1 or rounded:
         why = "rounding keeps it there: use model.double(), or a larger tol"
     else:
-        why = f"max_passes={stopping.passes} are over: call again for more, which go on from here"
+        why = f"max_passes={max_passes} are over: call again for more, which go on from here"
     sizes = [la.model.get_parameter(name).numel() for name in la.parameter_names]
     norms = square_distances(la, dict(zip(la.parameter_names, theta.split(sizes), strict=True)))
     found = torch.tensor(statistic, dtype=torch.float64, device=theta.device)

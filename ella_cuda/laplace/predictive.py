@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, tensors_of
-from ella_cuda.laplace.evidence import data_weight
+from ella_cuda.laplace.evidence import data_weight, linear_fit_of
 from ella_cuda.laplace.factors import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import DIAGONAL, LINKS, Likelihood, unit_columns
@@ -117,16 +117,12 @@ class Predictive:
         if check_choice("mean", mean, MEANS) == "network":
             return 0.0
         self.fitted_model.require_unchanged()
-        if self.linear_fit is None:
-            raise RuntimeError(
-                "mean='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
-            )
-        x = self.fitted_model.inputs(x)
-        tangent = self._tangent(self.linear_fit.form)
-        if self.linear_fit.form == "simple":
+        found, x = linear_fit_of(self, "mean"), self.fitted_model.inputs(x)
+        tangent = self._tangent(found.form)
+        if found.form == "simple":
             outputs = tangent.outputs(x)  # where they are infinite, a class is masked, and stays so
-            return (tangent.jvp(x, self.linear_fit.theta) - outputs).masked_fill(outputs.isinf(), 0.0)
-        return tangent.jvp(x, self.linear_fit.theta - tangent.point)
+            return (tangent.jvp(x, found.theta) - outputs).masked_fill(outputs.isinf(), 0.0)
+        return tangent.jvp(x, found.theta - tangent.point)
 
     def functional_variance(self, x: Any) -> Tensor:
         """Covariances ``J P^-1 J^T`` of each data point's outputs, ``(N, K, K)``, K the entries of a data point's outputs.

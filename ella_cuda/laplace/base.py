@@ -198,14 +198,6 @@ class BaseLaplace(Predictive):
         """Take the curvature that the pass has left, or that was read, as that of ``n_data`` data points."""
 
     @abstractmethod
-    def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
-        """``sum_l log|c H_l / delta_l + I| + delta_l square_norms_l``, c the exponential of log_scale, of a fit."""
-
-    @abstractmethod
-    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor:
-        """How many elements of each parameter tensor the data determine, float64."""
-
-    @abstractmethod
     def _posterior(self, precision: Tensor, scale: Tensor) -> Posterior:
         """With the curvature at sigma = 1 times a scale, 0-dim, and one precision per tensor; float64."""
 
@@ -245,7 +237,7 @@ class BaseLaplace(Predictive):
         self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False, group: Any = None, **how: Any
     ) -> None:
         """:meth:`fit`, with arguments of :meth:`_pass_over`; the loader is kept for what passes over the same data later."""
-        before, added_to_unknown = self._loaders, not override and self.n_data > 0 and not self._loaders
+        before, fitted = self._loaders, self.n_data > 0
         if group is None:
             sums = self._begin(loader, override, how.get("hessian_at"))
             self._pass_over(sums, loader, progress_bar, **how)
@@ -254,8 +246,10 @@ class BaseLaplace(Predictive):
             self._end(sums)
         else:
             accumulate_together(self, loader, override, progress_bar, how["generator"], group)
+        before = [] if override else before
+        added_to_unknown = not override and fitted and not before
         # Of several processes this one's loader is a part of the data alone.
-        self._loaders = [] if added_to_unknown or group is not None else [*([] if override else before), loader]
+        self._loaders = [] if added_to_unknown or group is not None else [*before, loader]
 
     def _refit(self, loader: Iterable[Any], hessian_at: Callable[[Inputs], Tensor]) -> None:
         """Accumulate the curvature once more with the likelihood's Hessian at other outputs of inputs than the network's."""
@@ -771,7 +765,7 @@ class BaseLaplace(Predictive):
             )
         if unknown := sorted(map(repr, state.keys() - own.keys() - {CHECKSUM})):
             raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
-        for key in ("likelihood", "parameter_names", *self._settings):
+        for key in ("likelihood", *self._settings, "parameter_names"):
             if type(state[key]) is not type(own[key]) or state[key] != own[key]:
                 raise ValueError(f"load_state_dict: {key} is {state[key]!r} in the state, but {own[key]!r} here.")
         counts = {key: checked_count(key, state[key]) for key in ("n_data", "n_outputs", "n_targets")}

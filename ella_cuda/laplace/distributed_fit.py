@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 NEAR = 1e-12  # relative: fingerprints are sums, whose rounding may depend on the machine
 STEP = 0x9E3779B97F4A7C15  # between the seeds of batches
-NOTHING_SEEN = {"n_outputs": 0, "shape": None}
 
 
 @dataclasses.dataclass
@@ -212,7 +211,7 @@ def _facts_after(la: Any, sums: FitSums) -> dict[str, Any]:
         "calls": list(sums.calls.values()),
         "apart": _apart(la._rules),
         "layout": layout_hash(layout),
-        "of_data": of_data if sums.seen else NOTHING_SEEN,
+        "of_data": of_data,
     }
 
 

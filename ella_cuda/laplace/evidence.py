@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +98,10 @@ def _require_constant_statistics(model: nn.Module) -> None:
                 )
 
 
+if TYPE_CHECKING:
+    from ella_cuda.laplace.fitted_model import FittedModel
+    from ella_cuda.laplace.posterior import Posterior
+
 MODES = ("network", "linear")
 # Below this many in all, the data determine less than a single one of the layer's parameters: it does nothing that a type could name.
 MIN_EFFECTIVE_PARAMETERS = 1.0
@@ -114,11 +119,10 @@ class Mean(NamedTuple):
     square_norms: Tensor
 
 
-class Evidence(Protocol):
-    """A fitted approximation: the attributes, documented at :class:`ella_cuda.laplace.KronLaplace`, from which the evidence follows.
+class Evidence:
+    """An approximation: the attributes, documented at :class:`ella_cuda.laplace.KronLaplace`, from which the evidence follows.
 
     Attributes:
-        fitted_model: the :class:`ella_cuda.laplace.fitted_model.FittedModel`.
         statistic, square_norms: see :class:`Mean`, at the network's parameters.
         n_targets: entries of all data's targets.
         counts: elements of each parameter tensor that have a posterior.
@@ -128,7 +132,7 @@ class Evidence(Protocol):
     """
 
     model: nn.Module
-    fitted_model: Any
+    fitted_model: FittedModel
     likelihood: str
     likelihood_function: Likelihood
     parameter_names: list[str]
@@ -144,12 +148,17 @@ class Evidence(Protocol):
     statistic: Tensor
     square_norms: Tensor
     statistic_gradients: dict[str, Tensor]
+    memory_budget: int
     linear_fit: Any
-    posterior_precision: Any
+    posterior_precision: Posterior
 
-    def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor: ...
+    @abstractmethod
+    def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
+        """``sum_l log|c H_l / delta_l + I| + delta_l square_norms_l``, c the exponential of log_scale, of a fit."""
 
-    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor: ...
+    @abstractmethod
+    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor:
+        """How many elements of each parameter tensor the data determine, float64."""
 
 
 def evidence_at(la: Evidence, log_precision: Tensor, log_sigma: Tensor | None = None, at: str = "network") -> Tensor:

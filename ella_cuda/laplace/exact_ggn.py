@@ -669,7 +669,7 @@ class ParamNameSubnetMask(SubnetMask):
         return torch.cat(parts)
 
 
-class ModuleNameSubnetMask(SubnetMask):
+class ModuleNameSubnetMask(ParamNameSubnetMask):
     """All elements of the parameters inside of named modules.
 
     Raises:
@@ -677,13 +677,10 @@ class ModuleNameSubnetMask(SubnetMask):
     """
 
     def __init__(self, model: nn.Module, module_names: Sequence[str]) -> None:
-        super().__init__(model)
-        known = {m for m, _ in model.named_modules() if any(is_inside(p, m) for p in self.parameters)}
-        self._names = checked_names("module_names", module_names, known)
-
-    def _mask(self, train_loader: Iterable[Any] | None) -> Tensor:
-        chosen = {p for p in self.parameters if any(is_inside(p, name) for name in self._names)}
-        return torch.cat([torch.full((p.numel(),), n in chosen, device=p.device) for n, p in self.parameters.items()])
+        parameters = trainable(model)
+        known = {m for m, _ in model.named_modules() if any(is_inside(p, m) for p in parameters)}
+        names = checked_names("module_names", module_names, known)
+        super().__init__(model, [p for p in parameters if any(is_inside(p, name) for name in names)])
 
 
 class LastLayerSubnetMask(ModuleNameSubnetMask):

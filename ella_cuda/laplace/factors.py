@@ -359,15 +359,10 @@ def without_repeats(jacobian: Jacobian) -> Tensor:
 def sum_of_jacobians(parts: Sequence[Jacobian], groups: int) -> Jacobian:
     """The sum of Jacobians in the same blocks: positions of several calls are positions of one."""
     first = parts[0]
-    if len(parts) == 1:
-        return first
-    kinds = {(part.inputs is None, part.index is None, part.blocks) for part in parts}
-    if len(kinds) == 1 and first.inputs is not None:
-        inputs = torch.cat([part.inputs for part in parts], 1)
-        return first._replace(outputs=torch.cat([part.outputs for part in parts], 2), inputs=inputs)
-    if len(kinds) == 1 and first.index is not None:
-        index = torch.cat([part.index for part in parts], 1)
-        return first._replace(outputs=torch.cat([part.outputs for part in parts], 2), index=index)
-    if len(kinds) == 1:
-        return first._replace(outputs=torch.stack([part.outputs for part in parts]).sum(0))
+    if len({(part.inputs is None, part.index is None, part.blocks) for part in parts}) == 1:
+        if first.inputs is None and first.index is None:
+            return first._replace(outputs=torch.stack([part.outputs for part in parts]).sum(0))
+        inputs = None if first.inputs is None else torch.cat([part.inputs for part in parts], 1)
+        index = None if first.index is None else torch.cat([part.index for part in parts], 1)
+        return first._replace(outputs=torch.cat([part.outputs for part in parts], 2), inputs=inputs, index=index)
     return Jacobian(torch.stack([part.dense(groups) for part in parts]).sum(0))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, outputs_of, tensors_of
-from ella_cuda.laplace.evidence import data_weight, linear_fit_of
+from ella_cuda.laplace.evidence import Evidence, data_weight, linear_fit_of
 from ella_cuda.laplace.factors import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
-from ella_cuda.laplace.likelihoods import DIAGONAL, LINKS, Likelihood, unit_columns
+from ella_cuda.laplace.likelihoods import DIAGONAL, LINKS, unit_columns
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.tangent import ReplacedParameters
@@ -24,25 +24,14 @@ from ella_cuda.modes import running_the_model
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision, without_autocast
 
-if TYPE_CHECKING:
-    from ella_cuda.laplace.fitted_model import FittedModel
-
 PREDICTIONS, MEANS = ("glm", "nn"), ("network", "linear")
 SAMPLED = 256 << 20  # bytes of samples that go through the network together
 ACTIVATIONS = 16  # numbers that layers make of a number of the inputs, roughly
 
 
-class Predictive:
+class Predictive(Evidence):
     """Predictions of approximations with a Gaussian posterior over parameters: see :class:`ella_cuda.laplace.KronLaplace`."""
 
-    model: nn.Module
-    fitted_model: FittedModel
-    likelihood_function: Likelihood
-    memory_budget: int
-    parameter_names: list[str]
-    prior_precision: Tensor
-    posterior_precision: Posterior
-    linear_fit: Any  # a LinearMode once it was found
     _ways: list[tuple[int, bool | Exception]]  # to derivatives along directions, see TangentModel
     _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
 

@@ -299,8 +299,7 @@ class BaseLaplace(Predictive):
             fitted.require_same(fingerprint, [rule.module for rule in rules] == [rule.module for rule in self._rules])
             if norms.device != self._device:
                 raise ValueError(
-                    f"fit(override=False): the model moved to {norms.device} since the fit it would add to, which was on {self._device}; "
-                    "use override=True."
+                    f"fit(override=False): the model moved from {self._device} to {norms.device} since the fit; use override=True."
                 )
             if data_fit.buffers.keys() != self.statistic_gradients.keys():
                 raise ValueError(
@@ -323,8 +322,7 @@ class BaseLaplace(Predictive):
         """ValueError where the pass saw no data, or not all layers."""
         if not sums.seen:
             raise ValueError(
-                "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such "
-                "as a DataLoader."
+                "fit: the loader gave no data; an iterator is consumed once: pass a re-iterable loader such as a DataLoader."
             )
         for rule, calls in sums.calls.items():
             if not calls:
@@ -712,8 +710,7 @@ class BaseLaplace(Predictive):
             return given
         if not self._loaders:
             raise ValueError(
-                "optimize_prior_precision: at='linear' passes over the training data, whose loader a copied or loaded approximation, or a "
-                "group's, does not have; pass train_loader."
+                "optimize_prior_precision: at='linear' passes over the training data: pass train_loader, as this approximation has none."
             )
         return self._loaders[0] if len(self._loaders) == 1 else _Joined(self._loaders)
 
@@ -760,8 +757,7 @@ class BaseLaplace(Predictive):
         state = {**{key: value for key, value in LACKING.items() if key in own}, **given}
         if missing := sorted(own.keys() - state.keys()):
             raise ValueError(
-                f"load_state_dict: entries missing from the state: {', '.join(missing)}; a {type(self).__name__} takes the states of its own "
-                "class."
+                f"load_state_dict: entries missing from the state of a {type(self).__name__}: {', '.join(missing)}; pass one of that class."
             )
         if unknown := sorted(map(repr, state.keys() - own.keys() - {CHECKSUM})):
             raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")

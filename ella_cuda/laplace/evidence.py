@@ -202,14 +202,12 @@ def log_likelihood(la: Evidence, sigma: Tensor, at: str = "network") -> Tensor:
     if torch.is_grad_enabled() and la.fitted_model.has_hyperparameters():
         if at == "linear":
             raise RuntimeError(
-                f"{type(la).__name__}: the evidence at='linear' has no derivatives in buffers; evaluate it under torch.no_grad(), or "
-                "with buffers that do not require a gradient."
+                f"{type(la).__name__}: the evidence at='linear' has no derivatives in buffers; evaluate it under torch.no_grad()."
             )
         for name, b in hyperparameters(la.model).items():
             if name not in la.statistic_gradients:
                 raise RuntimeError(
-                    f"{type(la).__name__}: the buffer {name!r} requires a gradient, but did not when this approximation was fitted; "
-                    "call fit again, or evaluate under torch.no_grad()."
+                    f"{type(la).__name__}: the buffer {name!r} requires a gradient, but did not at the fit; call fit again."
                 )
             # Adds nothing but the gradient.
             statistic = statistic + (la.statistic_gradients[name] * (b - b.detach())).sum()

@@ -387,8 +387,7 @@ class UnfactoredLaplace(BaseLaplace):
         if not served[here].all():
             wrong = owners[here[~served[here]]].unique().tolist()
             raise ValueError(
-                f"subnetwork_indices: some are elements of {', '.join([*parameters][i] for i in wrong)}, which subset_of_weights or "
-                "unknown='freeze' leaves out; choose among the others."
+                f"subnetwork_indices: choose no elements of {', '.join([*parameters][i] for i in wrong)}, which have no posterior."
             )
         return (served.cumsum(0) - 1)[here].to(indices.device)
 

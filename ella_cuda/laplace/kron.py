@@ -325,9 +325,7 @@ class KronLaplace(BaseLaplace):
         for (name, side, _), fine in zip(sides, finite, strict=True):
             if not fine:
                 raise FloatingPointError(
-                    f"fit: the {side} side of the factor of {name!r} is not finite; the layer's "
-                    f"{'inputs' if side == 'input' else 'output gradients'} overflowed or contain nan. Check the "
-                    "data and the parameters, or use float64."
+                    f"fit: the {side} side of the factor of {name!r} is not finite; check the data and the parameters, or use float64."
                 )
         if not likelihood_is:
             raise FloatingPointError(

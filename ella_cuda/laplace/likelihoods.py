@@ -360,8 +360,7 @@ class Classification(Likelihood):
             )
         if classes < 2:
             raise ValueError(
-                f"likelihood='classification' needs a model with at least 2 outputs (logits), got {classes}; of one logit use "
-                "likelihood='binary'."
+                f"likelihood='classification' needs at least 2 outputs (logits), got {classes}; of one use likelihood='binary'."
             )
         if targets.shape != expected:
             axis = len(expected)
@@ -372,16 +371,14 @@ class Classification(Likelihood):
             )
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(
-                f"targets: expected integer class indices, got dtype {targets.dtype}; for real targets use "
-                "likelihood='regression'."
+                f"targets: expected integer class indices, got dtype {targets.dtype}; of real targets use likelihood='regression'."
             )
         labels = targets.long().masked_fill(~self._counted(targets), 0)
         # The smallest and the largest: one wait for the device.
         low, high = torch.stack(torch.aminmax(labels)).tolist() if labels.numel() else (0, 0)
         if low < 0 or high >= classes:
             raise ValueError(
-                f"targets: labels must lie in 0..{classes - 1} (the model has {classes} outputs), or be ignore_index = {self.ignore_index}, "
-                f"got {low}..{high}."
+                f"targets: labels must lie in 0..{classes - 1} or be ignore_index = {self.ignore_index}, got {low}..{high}."
             )
 
     def _counted(self, targets: Tensor) -> Tensor:
@@ -624,8 +621,7 @@ class Heteroscedastic(Likelihood):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.dim() != 2 or outputs.shape[1] % 2 or not outputs.shape[1]:
             raise ValueError(
-                "likelihood='heteroscedastic' needs a model with outputs (N, 2K), K means over variances and K times -1/(2 variance), got "
-                f"{tuple(outputs.shape)}."
+                f"likelihood='heteroscedastic' needs outputs (N, 2K): mean / variance and -1 / (2 variance), got {tuple(outputs.shape)}."
             )
         k = outputs.shape[1] // 2
         if targets.shape != (len(outputs), k) and not (k == 1 and targets.shape == outputs.shape[:1]):

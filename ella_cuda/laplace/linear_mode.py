@@ -191,8 +191,7 @@ class _Loss:
             raise FloatingPointError("fit_linear_mode: a product with the curvature is not finite; use float64.")
         if curvature <= 0 and -data > ROUNDED * self.eps * size:
             raise ArithmeticError(
-                f"fit_linear_mode: the likelihood's Hessian must not be negative, got a curvature of {data:.3g}; check log_prob of "
-                f"{self.la.likelihood!r}."
+                f"fit_linear_mode: the Hessian must not be negative, got a curvature of {data:.3g}; check log_prob of {self.la.likelihood!r}."
             )
         return product, max(curvature, 0.0)
 
@@ -394,8 +393,7 @@ def _descended(
             continue
         if loss.tangent.point.dtype == torch.float64:
             raise ArithmeticError(
-                "fit_linear_mode: the loss does not fall along a Newton step, so that log_prob and its derivatives do not belong together; "
-                f"check {loss.la.likelihood!r}."
+                f"fit_linear_mode: the loss does not fall along a Newton step; check log_prob of {loss.la.likelihood!r}."
             )
         break
     return None
@@ -450,8 +448,7 @@ def _by_kernel(la: Evidence, loss: _Loss) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(kernel)
     if failed:
         raise ArithmeticError(
-            "fit_linear_mode: the kernel of solver='dual' is not positive definite beside the noise, by rounding; use solver='cg', or "
-            "model.double()."
+            "fit_linear_mode: the kernel of solver='dual' is not positive definite by rounding; use solver='cg' or model.double()."
         )
     weights = torch.cholesky_solve((y.double() - h).reshape(-1, 1), factor).view_as(h)
     theta = loss.mean + loss.tangent.vjp(x, weights).double() / loss.prior

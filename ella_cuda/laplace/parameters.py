@@ -83,15 +83,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
-        raise ValueError(
-            "KronLaplace: the model has no trainable parameters (requires_grad is False for all of them, or there are "
-            "none)."
-        )
+        raise ValueError("KronLaplace: the model has no trainable parameters; set requires_grad of some.")
     for name, p in parameters.items():
         if p.dtype not in (torch.float32, torch.float64):
             raise TypeError(
-                f"KronLaplace: parameter {name!r} has dtype {p.dtype}; expected float32 or float64, convert the network with model.float() "
-                "and its inputs with x.float()."
+                f"KronLaplace: parameter {name!r} has dtype {p.dtype}; expected float32 or float64: model.float() and x.float()."
             )
     devices = {str(p.device) for p in parameters.values()}
     if len(devices) > 1:
@@ -121,8 +117,7 @@ def require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.is_inference():
             raise RuntimeError(
-                f"KronLaplace: parameter {name!r} was made in torch.inference_mode(), where autograd cannot use it; make, move and convert "
-                "the model outside, or under torch.no_grad()."
+                f"KronLaplace: parameter {name!r} was made in torch.inference_mode(); make, move and convert the model outside of it."
             )
 
 

@@ -207,8 +207,7 @@ def grid_search(
     finite = values.isfinite()
     if not finite.any():
         raise ValueError(
-            f"optimize_prior_precision: the loss must be finite somewhere on the grid, got {values[0].item()} at its first precision; check "
-            "loss and val_loader."
+            f"optimize_prior_precision: the loss must be finite somewhere on the grid, got {values[0].item()} at first; check loss."
         )
     if not finite.all():
         wrong = ", ".join(f"{v:.3g}" for v in grid[~finite].tolist()[:5])
@@ -261,8 +260,7 @@ def check_arguments(
     check_choice("link_approx", link_approx, LINKS)
     if prior_structure in ("diag", "diagonal"):
         raise ValueError(
-            f"prior_structure={prior_structure!r} has a precision for every parameter, of which there is one for every tensor here; use "
-            "'layerwise'."
+            f"prior_structure={prior_structure!r} has a precision for every parameter, here tensors have one: use 'layerwise'."
         )
     check_choice("prior_structure", prior_structure, STRUCTURES)
     if method == "gridsearch":

@@ -564,7 +564,6 @@ class BaseLaplace(Predictive):
             warnings.warn(
                 f"fit_linear_mode: the residual is {self.linear_fit.residual:.2g} after {self.linear_fit.passes} passes over the data, above "
                 f"tol={tol:g}; {self.linear_fit.why}.",
-                UserWarning,
                 stacklevel=3,
             )
         return self.linear_mode
@@ -689,7 +688,6 @@ class BaseLaplace(Predictive):
                     warnings.warn(
                         f"optimize_prior_precision: the residual of the last linear mode is {self.linear_fit.residual:.2g}, above what "
                         f"tol={tol:g} asks for; {self.linear_fit.why}. Precisions may be off by more than tol.",
-                        UserWarning,
                         stacklevel=2,
                     )
             elif method == "marglik":

@@ -198,7 +198,7 @@ def checked_outputs(outputs: Any, count: int) -> Tensor:
             f" with the keys {words}" if words else f" of {len(outputs)}" if isinstance(outputs, (tuple, list)) else ""
         )
         raise TypeError(
-            f"the model must return a tensor (N, K), got {type(outputs).__name__}{parts}; return the outputs alone."
+            f"the model must return a tensor (N, K), got {type(outputs).__name__}{parts}; wrap it to return the outputs alone."
         )
     if outputs.dim() < 2:
         remedy = "; of one output per data point return outputs[:, None]" if outputs.dim() == 1 else ""

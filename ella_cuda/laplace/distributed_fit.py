@@ -141,6 +141,7 @@ def _facts_before(
             "fit: with a group the copies of all data points must be of the same draws, which all ranks have, but the augmentation draws for "
             'each data point. Fit inside of model.augment.held(sampling="shared"), or make it with sampling="shared".'
         )
+    device = "cpu" if generator is None else generator.device
     draws = None if la.fitted_model.draws is None else float(uneven_sum(la.fitted_model.draws))
     return {
         "settings": {
@@ -157,7 +158,7 @@ def _facts_before(
         "fingerprint": float(sums.fingerprint),
         "draws": draws,
         "n_data": sums.n_data,
-        "seed": _drawn_seed(generator) if la.fisher == "mc" else 0,
+        "seed": int(torch.randint(2**62, (), generator=generator, device=device)) if la.fisher == "mc" else 0,
         "loader": {
             "size": dataset_size(loader),
             "sharded": isinstance(loader, Shard),
@@ -197,10 +198,7 @@ def agree_on_gradient(ranks: Ranks, la: Any, plan: str | None, **settings: Any) 
 
 
 def _facts_after(la: Any, sums: FitSums) -> dict[str, Any]:
-    of_data = {
-        "n_outputs": la.n_outputs,
-        "shape": None if la.fitted_model.inputs_shape is None else list(la.fitted_model.inputs_shape),
-    }
+    shape = la.fitted_model.inputs_shape
     layout = [
         [rule.full_name(name), [None if m is None else list(m.total.shape) for m in (f.input_moment, f.output_moment)]]
         for rule in la._rules
@@ -211,13 +209,8 @@ def _facts_after(la: Any, sums: FitSums) -> dict[str, Any]:
         "calls": list(sums.calls.values()),
         "apart": _apart(la._rules),
         "layout": layout_hash(layout),
-        "of_data": of_data,
+        "of_data": {"n_outputs": la.n_outputs, "shape": None if shape is None else list(shape)},
     }
-
-
-def _drawn_seed(generator: torch.Generator | None) -> int:
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
 def _first_batch(la: Any, batch: Any, where: str = "fit") -> str | None:

@@ -376,20 +376,16 @@ class UnfactoredLaplace(BaseLaplace):
         if indices is None:
             return None
         parameters = trainable(self.model)
-        checked_indices(indices, sum(p.numel() for p in parameters.values()))
-        served = torch.cat(
-            [torch.full((p.numel(),), n in set(self.parameter_names), device="cpu") for n, p in parameters.items()]
-        )
-        owners = torch.arange(len(parameters), device="cpu").repeat_interleave(
-            torch.tensor([p.numel() for p in parameters.values()], device="cpu")
-        )
-        here = indices.cpu()
-        if not served[here].all():
-            wrong = owners[here[~served[here]]].unique().tolist()
+        sizes = [p.numel() for p in parameters.values()]
+        chosen = torch.zeros(sum(sizes), dtype=torch.bool, device="cpu")
+        chosen[checked_indices(indices, sum(sizes)).cpu()] = True
+        parts = dict(zip(parameters, chosen.split(sizes), strict=True))
+        if wrong := [name for name, part in parts.items() if part.any() and name not in self.parameter_names]:
             raise ValueError(
-                f"subnetwork_indices: choose no elements of {', '.join([*parameters][i] for i in wrong)}, which have no posterior."
+                f"subnetwork_indices: choose no elements of {', '.join(wrong)}, which subset_of_weights or unknown='freeze' leaves out."
             )
-        return (served.cumsum(0) - 1)[here].to(indices.device)
+        served = torch.cat([parts[name] for name in self.parameter_names])
+        return served.nonzero().flatten().to(indices.device)
 
     @property
     def H(self) -> Tensor:
@@ -493,9 +489,6 @@ class UnfactoredLaplace(BaseLaplace):
 
 class FullLaplace(UnfactoredLaplace):
     """:class:`UnfactoredLaplace` with the whole matrix of all parameters, for some thousand of them."""
-
-    def __init__(self, model: nn.Module, likelihood: str | Likelihood = "classification", **how: Any) -> None:
-        super().__init__(model, likelihood, hessian_structure="full", **how)
 
 
 class DiagLaplace(UnfactoredLaplace):

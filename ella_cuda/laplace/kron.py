@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
-from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, inputs_on, merged, outputs_of, run_model
+from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, merged, outputs_of, run_model
 from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.evidence import DataFitGradient, elements
 from ella_cuda.laplace.factors import KroneckerFactor, by_parameter, merged_shapes
-from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
+from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
-from ella_cuda.laplace.parameters import Value, check_choice
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Eigenbasis, KronPosterior, Spectra, eigenbases_of
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
 from ella_cuda.laplace.state import checked_tensor, load_factors, save_factors
@@ -89,6 +89,7 @@ class KronLaplace(BaseLaplace):
             "freeze", which takes them for constants, and layers that a rule refuses; or "diagonal", which gives them the exact diagonal of
             their block, from gradients of single data points. Where all of them have one axis or none, such as FixUp's scales and biases,
             they get their exact blocks so, whatever is chosen; with "diagonal" those with one axis or none always do.
+        options: what the signature does not have, with the defaults of :class:`ella_cuda.laplace.base.LaplaceOptions`.
 
     Attributes:
         parameter_names: of the trainable tensors, in ``model.named_parameters()`` order; precisions and factors are in that order.
@@ -114,20 +115,11 @@ class KronLaplace(BaseLaplace):
         model: nn.Module,
         likelihood: str | Likelihood = "classification",
         *,
-        prior_precision: Value = 1.0,
-        sigma_noise: Value = 1.0,
-        prior_mean: Value = 0.0,
-        temperature: float = 1.0,
         fisher: str = "exact",
         resolution: str = "shared",
         approximation: str = "expand",
-        memory_budget: int | None = None,
         column_tolerance: float = 0.0,
-        unknown: str = "error",
-        subset_of_weights: str | Sequence[str] = "all",
-        dict_key_x: str = DEFAULT_KEYS.x,
-        dict_key_y: str = DEFAULT_KEYS.y,
-        ignore_index: int = IGNORED,
+        **options: Any,
     ) -> None:
         self.fisher, self.resolution, self.approximation = (
             check_choice("fisher", fisher, FISHERS),
@@ -137,19 +129,7 @@ class KronLaplace(BaseLaplace):
         if not 0 <= column_tolerance < 1:
             raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
         self.column_tolerance = column_tolerance
-        options = LaplaceOptions(
-            prior_precision=prior_precision,
-            sigma_noise=sigma_noise,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            memory_budget=memory_budget,
-            unknown=unknown,
-            subset_of_weights=subset_of_weights,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            ignore_index=ignore_index,
-        )
-        super().__init__(model, likelihood, options, self.resolution, self.approximation)
+        super().__init__(model, likelihood, LaplaceOptions(**options), self.resolution, self.approximation)
         self._hold()
 
     def _described(self) -> str:

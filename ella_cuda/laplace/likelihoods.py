@@ -87,7 +87,6 @@ def _bridge(mean: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
         warnings.warn(
             f"link_approx: {told} of {none.numel()} predictions have logits without a variance of their own, which a Dirichlet "
             "needs; these are probit_full's.",
-            UserWarning,
             stacklevel=2,
         )
     variances = variances.masked_fill(none[..., None], 1.0)
@@ -621,7 +620,7 @@ class Heteroscedastic(Likelihood):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.dim() != 2 or outputs.shape[1] % 2 or not outputs.shape[1]:
             raise ValueError(
-                f"likelihood='heteroscedastic' needs outputs (N, 2K): mean / variance and -1 / (2 variance), got {tuple(outputs.shape)}."
+                f"likelihood='heteroscedastic' needs outputs (N, 2K), mean / variance and -1 / (2 variance), got {tuple(outputs.shape)}."
             )
         k = outputs.shape[1] // 2
         if targets.shape != (len(outputs), k) and not (k == 1 and targets.shape == outputs.shape[:1]):

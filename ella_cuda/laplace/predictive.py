@@ -162,7 +162,6 @@ class Predictive(Evidence):
             warnings.warn(
                 "pred_type='nn' puts samples of a posterior whose curvature is that of the linearised network into the network itself, which "
                 "underfits (Immer et al., AISTATS 2021); pred_type='glm' is consistent with it.",
-                UserWarning,
                 stacklevel=2,
             )
         return self._sampled(x, pred_type, n_samples, generator)

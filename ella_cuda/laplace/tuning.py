@@ -173,7 +173,6 @@ def warn_of_motion(n_steps: int, instead: str = "") -> None:
     """Warn at the line that called optimize_prior_precision that fixed points do not rest; ``instead``: what else to do than to take more."""
     warnings.warn(
         f"optimize_prior_precision: the fixed points do not rest after n_steps={n_steps}; take more{instead}.",
-        UserWarning,
         stacklevel=3,
     )
 
@@ -214,7 +213,6 @@ def grid_search(
         warnings.warn(
             f"optimize_prior_precision: the loss is not finite at {int((~finite).sum())} of {len(values)} precisions ({wrong}), which are "
             "left out.",
-            UserWarning,
             stacklevel=3,
         )
     return grid[values.where(finite, math.inf).argmin()]

@@ -287,7 +287,7 @@ class BaseLaplace(Predictive):
             self._require_room(rules)
         data_fit = self._data_fit()
         fingerprint, buffers = fingerprint_of(self.model, () if anew else fitted.filled), buffer_sums(self.model)
-        norms = square_distances(self, parameters)
+        norms = square_distances(self, parameters.values())
         if anew:
             fitted.describe(parameters)
             self._rules = rules
@@ -374,8 +374,7 @@ class BaseLaplace(Predictive):
         mean = self._mean_of_prior(value)
         if self.n_data:
             self.fitted_model.require_unchanged()
-            parameters = dict(zip(self.parameter_names, self.fitted_model.parameters(), strict=True))
-            self.square_norms, self.linear_fit = square_distances(self, parameters, mean), None
+            self.square_norms, self.linear_fit = square_distances(self, self.fitted_model.parameters(), mean), None
         self._prior_mean = mean
 
     def _mean_of_prior(self, value: Value) -> Tensor:

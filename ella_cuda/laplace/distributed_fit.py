@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ella_cuda.laplace.second_moment import SecondMoment
 
 NEAR = 1e-12  # relative: fingerprints are sums, whose rounding may depend on the machine
+REMEDIES = {
+    "parameters and buffers": "Seed all ranks alike before the model is made, load one state on all, or broadcast rank 0's.",
+    "draws of the augmentation": "Hold rank 0's draws.",
+}
 STEP = 0x9E3779B97F4A7C15  # between the seeds of batches
 
 
@@ -154,9 +158,11 @@ def _facts_before(
             "buffers that require a gradient": sorted(sums.data_fit.buffers),
             "override": sums.anew,
         },
-        "values": _values(la),
-        "fingerprint": float(sums.fingerprint),
-        "draws": draws,
+        "values": {
+            **_values(la),
+            "parameters and buffers": float(sums.fingerprint),
+            "draws of the augmentation": draws,
+        },
         "n_data": sums.n_data,
         "seed": int(torch.randint(2**62, (), generator=generator, device=device)) if la.fisher == "mc" else 0,
         "loader": {
@@ -186,7 +192,7 @@ def _values(la: Any) -> dict[str, Any]:
 def _require_same_values(ranks: Ranks, found: Sequence[dict[str, Any]]) -> None:
     same = {name: rounded([one[name] for one in found]) for name in found[0]}
     for name, values in same.items():
-        ranks.require_same(values, name, "Pass all ranks the same arguments.")
+        ranks.require_same(values, name, REMEDIES.get(name, "Pass all ranks the same arguments."))
 
 
 def agree_on_gradient(ranks: Ranks, la: Any, plan: str | None, **settings: Any) -> None:
@@ -249,9 +255,7 @@ def _data_of(loader: Any) -> str | None:
         example = loader.dataset[0]
     except (LookupError, TypeError):
         return None
-    parts = example.values() if isinstance(example, Mapping) else example
-    parts = parts if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else [parts]
-    tensors = [part for part in parts if isinstance(part, Tensor)]
+    tensors = tensors_of(example)
     return tensors_digest(*tensors) if tensors else None
 
 
@@ -259,9 +263,6 @@ def _require_alike(ranks: Ranks, headers: Sequence[dict[str, Any]]) -> None:
     """ValueError where ranks are about to sum what is not of one model, or the same data."""
     ranks.require_same_facts([one["settings"] for one in headers], "Pass all ranks the same arguments.")
     _require_same_values(ranks, [one["values"] for one in headers])
-    same = "Seed all ranks alike before the model is made, load one state on all, or broadcast rank 0's."
-    ranks.require_same(rounded([one["fingerprint"] for one in headers]), "parameters and buffers", same)
-    ranks.require_same(rounded([one["draws"] for one in headers]), "draws of the augmentation", "Hold rank 0's draws.")
     require_one_plan(ranks, [one["loader"]["plan"] for one in headers])
     firsts = [one["loader"]["first"] for one in headers]
     again = [rank for rank, first in enumerate(firsts) if first is not None and first in firsts[:rank]]

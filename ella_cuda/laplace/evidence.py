@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -243,15 +243,15 @@ def elements(la: Evidence) -> Tensor:
     return torch.tensor(la.counts, dtype=torch.float64, device=la.fitted_model.device)
 
 
-def square_distances(la: Evidence, parameters: Mapping[str, Tensor], mean: Tensor | None = None) -> Tensor:
+def square_distances(la: Evidence, parameters: Iterable[Tensor], mean: Tensor | None = None) -> Tensor:
     """The squared distance of each parameter tensor's elements with a posterior from the prior's mean, ``la.prior_mean`` unless given;
     float64."""
-    device = next(iter(parameters.values())).device
+    parameters = list(parameters)
+    device, sizes = parameters[0].device, [p.numel() for p in parameters]
     mean = (la.prior_mean if mean is None else mean).to(device)
-    sizes = [p.numel() for p in parameters.values()]
     means = mean.split(sizes) if mean.dim() else [mean] * len(sizes)
     free = [1.0] * len(sizes) if la.free_elements is None else la.free_elements.to(device).split(sizes)
-    parts = zip(parameters.values(), means, free, strict=True)
+    parts = zip(parameters, means, free, strict=True)
     return torch.stack([((p.detach().double().flatten() - m).square() * f).sum() for p, m, f in parts])
 
 

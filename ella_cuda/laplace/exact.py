@@ -146,7 +146,7 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precisio
     statistic = likelihood.statistic(outputs, y)
     statistic = statistic if la.temperature == 1 else statistic / la.temperature
     total = likelihood.log_likelihood(statistic, y.numel(), sigma)
-    norms = square_distances(la, {name: la.model.get_parameter(name) for name in la.parameter_names})
+    norms = square_distances(la, la.fitted_model.parameters())
     for name, delta, norm in zip(la.parameter_names, precision.unbind(), norms.unbind(), strict=True):
         factor, size = factors[name], la.model.get_parameter(name).numel()
         log_det_ratio = factor.logdet(delta, sigma**-2 / la.temperature) - size * delta.log()

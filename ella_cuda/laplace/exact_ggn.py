@@ -382,7 +382,7 @@ class UnfactoredLaplace(BaseLaplace):
         parts = dict(zip(parameters, chosen.split(sizes), strict=True))
         if wrong := [name for name, part in parts.items() if part.any() and name not in self.parameter_names]:
             raise ValueError(
-                f"subnetwork_indices: choose no elements of {', '.join(wrong)}, which subset_of_weights or unknown='freeze' leaves out."
+                f"subnetwork_indices: some are elements of {', '.join(wrong)}, which subset_of_weights or unknown='freeze' leaves out."
             )
         served = torch.cat([parts[name] for name in self.parameter_names])
         return served.nonzero().flatten().to(indices.device)

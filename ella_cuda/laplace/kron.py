@@ -55,7 +55,7 @@ class KronLaplace(BaseLaplace):
         model: ``(N, ...) -> (N, K)``, or ``(N, ..., K)`` for outputs at several positions, float32 or float64; its layers' outputs have the
             batch in front, or second where a layer's rule allows for it, as ``nn.Linear``'s does. Parameters that do not require a gradient
             are constants. Layers may be called several times in a forward pass, and share weights: see
-            :mod:`ella_cuda.laplace.kronecker_sums` and :func:`ella_cuda.laplace.factors.merged`.
+            :mod:`ella_cuda.laplace.kronecker_sums` and :func:`ella_cuda.laplace.factors.by_parameter`.
         likelihood: "classification" (softmax over the outputs' last axis, integer labels of the other axes' shape), "regression" (Gaussian),
             "binary" (logits, targets 0 or 1), "poisson" (log rates, counts), each with targets of the outputs' shape, "heteroscedastic"
             (Gaussians by natural parameters, outputs ``(N, 2K)``, targets ``(N, K)``), a name of :func:`register_likelihood`, or an object

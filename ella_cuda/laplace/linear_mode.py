@@ -101,9 +101,8 @@ class _Loss:
         self.eps = torch.finfo(self.tangent.point.dtype).eps
         self.weight = data_weight(la).item()
         self.free = la.free_elements
-        sizes = [la.model.get_parameter(name).numel() for name in la.parameter_names]
         precision = la.prior_precision.detach()
-        self.prior = precision.repeat_interleave(torch.tensor(sizes, device=precision.device))
+        self.prior = precision.repeat_interleave(torch.tensor(la.fitted_model.numels, device=precision.device))
         self.mean = la.prior_mean.expand(self.point.shape)
         self.passes = 0
         # Where a gradient was last taken, and the linearised network's outputs there, by batch.
@@ -366,8 +365,7 @@ def _newton(
         why = "rounding keeps it there: use model.double(), or a larger tol"
     else:
         why = f"max_passes={max_passes} are over: call again for more, which go on from here"
-    sizes = [la.model.get_parameter(name).numel() for name in la.parameter_names]
-    norms = square_distances(la, dict(zip(la.parameter_names, theta.split(sizes), strict=True)))
+    norms = square_distances(la, theta.split(la.fitted_model.numels))
     found = torch.tensor(statistic, dtype=torch.float64, device=theta.device)
     return LinearMode(theta.clone(), found, norms, loss.tangent.form, value, residual, loss.passes, why)
 

@@ -509,12 +509,10 @@ class BaseLaplace(Predictive):
         .. math::
             \theta_\star = \arg\min_\theta\, -\tfrac1T \log p(D | h(\theta)) + \tfrac12 \|\theta - \mu\|^2_\Lambda
 
-        with h of :class:`ella_cuda.laplace.TangentModel`. Weights that were stopped early, or that normalisation layers follow, are not a
-        mode, and the evidence at them chooses precisions that are too small, whose error bars are too wide; :math:`\theta_\star` is one. The
-        network goes on being linearised at its own parameters, and predictions have the mean of its outputs unless asked for another.
-
-        The loss is convex. Newton's method finds its minimum, each step by conjugate gradients, whose products with the curvature are a
-        derivative along a direction and a gradient, one pass over the data each, and which the posterior's covariance preconditions.
+        with h of :class:`ella_cuda.laplace.TangentModel`. Weights that were stopped early, or that normalisation layers follow, are no mode,
+        and the evidence at them chooses precisions that are too small. The network goes on being linearised at its own parameters, and
+        predictions have the mean of its outputs unless asked for another. The loss is convex: Newton's method, by conjugate gradients that
+        the posterior's covariance preconditions, takes one pass over the data for each product with the curvature.
 
         Args:
             loader: of the fit's data, as for :meth:`fit`; augmentation must be off. Batches that are the same in every pass save a run of the

@@ -71,14 +71,13 @@ class KronLaplace(BaseLaplace):
             them as if they were data points, "reduce" takes the outer products of each data point's mean input and summed gradient. The
             first is exact for deep linear networks whose positions have losses of their own, the second for those that average or sum
             positions before the loss; it multiplies fewer rows. Biases and norms have the same, exact blocks in both.
-        memory_budget: bytes that the layers' outputs of images that go through the network together may take, or half of the
-            factors, if that is more; and the batched gradients of one backward pass. A batch's images and the columns are split
-            accordingly, and of an :class:`ella_cuda.augment.AveragedFunction` an image's copies. None chooses: 64 MiB on the CPU,
-            where more only takes more memory, 2 GiB elsewhere. The result does not depend on it beyond rounding; the draws of
-            ``fisher="mc"`` are those of the parts, one after the other.
-        column_tolerance: with ``fisher="exact"``, the share of the output Hessian's trace (summed over images that go through
-            the network together) that may be left out to save columns, least first; 0 is exact. Trained networks need a few of the
-            K-1 columns for 99%. A regression's columns are all of one size, so that none is left out.
+        memory_budget: bytes that the layers' outputs of images that go through the network together may take (or half of the factors, if
+            that is more), and the batched gradients of one backward pass. Batches, columns and an
+            :class:`ella_cuda.augment.AveragedFunction`'s copies are split accordingly. None is 64 MiB on the CPU and 2 GiB elsewhere. The
+            result does not depend on it beyond rounding, but for the draws of ``fisher="mc"``, which are those of the parts.
+        column_tolerance: with ``fisher="exact"``, the relative trace of the output Hessian, summed over images that go through the network
+            together, that may be dropped to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99 %.
+            A regression's columns are all of one size, so that none is dropped.
         subset_of_weights: the parameters that have a posterior, as if the others did not require a gradient: "all", "last_layer", or names
             of parameters or of modules with all parameters inside. The last layer is the last module of ``model.named_modules()`` that has
             trainable parameters; its output must be the model's.
@@ -158,20 +157,17 @@ class KronLaplace(BaseLaplace):
     ) -> KronLaplace:
         """One streaming pass over the data at the model's present parameters.
 
-        The result does not depend on the batch size, but for what sequences are padded to, for the columns that ``column_tolerance``
-        leaves out of a batch, for what ``fisher="mc"`` draws, and for what products of a float32 network lose: in sums of more than 2^25
-        multiply-adds whose rows differ in many directions, eigenvalues of a factor below 1e-7 of its largest are noise, but for those that
-        the number of rows says are zero (:meth:`SecondMoment.eigenvalues`). The evidence sees them where they compare with the prior's
-        precision; ``model.double()`` has them right. A model that was compiled runs as it is written, and under
-        autocast as without it. An error or an interruption leaves the approximation unfitted. What is asked of it afterwards is about the
+        The result does not depend on the batch size, but for what sequences are padded to, ``column_tolerance``, the draws of
+        ``fisher="mc"`` and rounding: in sums of more than 2^25 multiply-adds in float32, eigenvalues of a factor below 1e-7 of its largest
+        are noise, which the evidence sees where they compare with the prior's precision; ``model.double()`` has them right. A compiled model
+        runs as it is written, and without autocast. An error or an interruption leaves the approximation unfitted. All answers are about the
         parameters as they were here: after they changed, fit again.
 
         Args:
-            loader: yields ``(x, y)``; moved to the model's device batch by batch. A GPU wants large batches, of a thousand images say:
-                a batch is some 300 kernels, however many images it has. x is a tensor, a tuple or list (the model is called with
-                ``*x``) or a mapping (``**x``). A batch may also be a mapping: y is what it has under ``dict_key_y``, and the model gets what
-                it has under ``dict_key_x`` if that is all the rest, else the rest by name. What is no tensor is passed on as it is; the
-                tensors have the data points along their first axis.
+            loader: yields ``(x, y)``; moved to the model's device batch by batch. A GPU wants batches of a thousand images: a batch is some
+                300 kernels, however many images it has. x is a tensor, a tuple or list (``model(*x)``) or a mapping (``model(**x)``). A batch
+                may be a mapping: y is under ``dict_key_y``, and the model gets what is under ``dict_key_x`` if that is all the rest, else
+                the rest by name. Tensors have the data points along their first axis; what is no tensor is passed on.
             override: start anew; False adds to what was fitted before at the same parameters.
             progress_bar: show one.
             generator: seeds the sampling of ``fisher="mc"``; None is torch's global one.

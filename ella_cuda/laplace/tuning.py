@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ella_cuda.laplace.batches import dict_keys, kept, pair_on, require_loader
+from ella_cuda.laplace.batches import kept, pair_on, require_loader
 from ella_cuda.laplace.evidence import Evidence, effective_by_tensor, evidence_at, mean_at
 from ella_cuda.laplace.likelihoods import LINKS
 from ella_cuda.laplace.parameters import as_float64, check_choice
@@ -189,9 +189,8 @@ def grid_search(
     of all the grid's for a batch's inputs."""
     sums, count = torch.zeros(len(grid), dtype=torch.float64, device="cpu"), 0
     seen: list[list[tuple[Any, Tensor]]] = [[] for _ in grid]
-    keys = dict_keys(la.dict_key_x, la.dict_key_y)
     for batch in tqdm(val_loader, desc="grid", disable=not progress_bar, leave=False):
-        x, y = pair_on(batch, la.prior_precision.device, "optimize_prior_precision", keys)
+        x, y = pair_on(batch, la.prior_precision.device, "optimize_prior_precision", la.fitted_model.keys)
         count += len(y)
         for number, predictions in enumerate(predict(x)):
             if loss is None:

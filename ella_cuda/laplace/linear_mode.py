@@ -391,7 +391,7 @@ def _descended(
             continue
         if loss.tangent.point.dtype == torch.float64:
             raise ArithmeticError(
-                f"fit_linear_mode: the loss does not fall along a Newton step; check log_prob of {loss.la.likelihood!r}."
+                f"fit_linear_mode: the loss rises along a Newton step: its derivatives do not belong together; check {loss.la.likelihood!r}."
             )
         break
     return None

@@ -36,7 +36,7 @@ from benchmarks.counting import count
 from benchmarks.memory import in_a_process, peak_bytes
 from ella_cuda.augment import AffineAugment, AveragedFunction, lie_generators
 from ella_cuda.laplace import KronLaplace, evidence_gradient
-from ella_cuda.laplace.eigenbases import eigenbases_of
+from ella_cuda.laplace.posterior import eigenbases_of
 
 IMAGES, SIZE, COPIES, CLASSES, BATCH = 1000, 28, 8, 10, 250
 OURS, PUBLISHED, ONE = "ella_cuda", "published formulation in torch", "ella_cuda, one column"

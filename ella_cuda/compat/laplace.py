@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from ella_cuda.laplace import KroneckerFactor, KronLaplace, SecondMoment
-from ella_cuda.laplace.eigenbases import eigenbases_of
-from ella_cuda.laplace.posterior import KronPosterior
+from ella_cuda.laplace.posterior import KronPosterior, eigenbases_of
 from ella_cuda.laplace.predictive import moments
 from ella_cuda.modes import evaluation_mode
 

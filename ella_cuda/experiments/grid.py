@@ -30,7 +30,7 @@ from ella_cuda.experiments.run import require_data, run_one
 from ella_cuda.experiments.spread import SPREADS, Spread
 from ella_cuda.experiments.tensorboard import require_tensorboard
 from ella_cuda.files import read_json, remove_temporary_files, require_inside, write_file
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.progress import bar_size
 from ella_cuda.reports import save_report
 from ella_cuda.reports.text import counted

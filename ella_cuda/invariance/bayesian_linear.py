@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.training.checks import positive, positive_integer
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ella_cuda.invariance.bayesian_linear import BayesianLinear
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.training.checks import positive, positive_integer
 
 LIKELIHOODS = ("classification", "regression")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment
 from ella_cuda.augment.affine import with_room
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.affine_copies import affine_adjoint, affine_copies
 from ella_cuda.ops.averaged_filters import ACTIVATIONS, activated, averaged_filters

@@ -12,7 +12,7 @@ from ella_cuda.augment import Augment
 from ella_cuda.invariance.bayesian_linear import BayesianLinear
 from ella_cuda.invariance.bound import LIKELIHOODS, multisample_elbo
 from ella_cuda.invariance.filter_bank import InvariantFilterBank
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.training.checks import positive, positive_integer
 
 INDEPENDENT_COPIES = ("independent", "shared")  # samplings whose S draws are independent of each other

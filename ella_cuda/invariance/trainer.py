@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from ella_cuda.invariance.bound import check_targets, log_normal
 from ella_cuda.invariance.shallow import ShallowNetwork
 from ella_cuda.laplace.batches import pair_on
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.modes import differentiating
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.progress import bar_size

@@ -1,7 +1,18 @@
 """Kronecker-factored curvature with exact block structure, and the Laplace evidence on it."""
 
 from ella_cuda.laplace.exact import exact_log_marginal_likelihood
-from ella_cuda.laplace.exact_ggn import DiagLaplace, FullLaplace, SubnetLaplace
+from ella_cuda.laplace.exact_ggn import (
+    DiagLaplace,
+    FullLaplace,
+    LargestMagnitudeSubnetMask,
+    LargestVarianceDiagLaplaceSubnetMask,
+    LastLayerSubnetMask,
+    ModuleNameSubnetMask,
+    ParamNameSubnetMask,
+    RandomSubnetMask,
+    SubnetLaplace,
+    SubnetMask,
+)
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.hypergradients import evidence_gradient
 from ella_cuda.laplace.kron import KronLaplace
@@ -10,15 +21,6 @@ from ella_cuda.laplace.prior_structure import prior_groups
 from ella_cuda.laplace.rows import Dense, Patches, Rows
 from ella_cuda.laplace.rules import Rule, register
 from ella_cuda.laplace.second_moment import SecondMoment
-from ella_cuda.laplace.subnetwork import (
-    LargestMagnitudeSubnetMask,
-    LargestVarianceDiagLaplaceSubnetMask,
-    LastLayerSubnetMask,
-    ModuleNameSubnetMask,
-    ParamNameSubnetMask,
-    RandomSubnetMask,
-    SubnetMask,
-)
 from ella_cuda.laplace.tangent_model import TangentModel
 
 __all__ = [

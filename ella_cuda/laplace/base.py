@@ -8,12 +8,13 @@ import functools
 import itertools
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from ella_cuda.laplace.batches import (
     DEFAULT_KEYS,
@@ -29,10 +30,10 @@ from ella_cuda.laplace.batches import (
 from ella_cuda.laplace.check_extensions import POINTS, check_likelihood, is_own
 from ella_cuda.laplace.copies import augment_of, checked_draws, fixed_draws, require_constant_amounts, tried_copies
 from ella_cuda.laplace.curvature import CurvaturePass
-from ella_cuda.laplace.data_fit import DataFitGradient
-from ella_cuda.laplace.distributed_fit import FitSums
+from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
 from ella_cuda.laplace.evidence import (
     MODES,
+    DataFitGradient,
     data_weight,
     effective_by_path,
     effective_by_tensor,
@@ -49,8 +50,8 @@ from ella_cuda.laplace.evidence import (
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
-from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
-from ella_cuda.laplace.parameters import buffer_sums, fingerprint_of
+from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, solve
+from ella_cuda.laplace.parameters import Value, as_float64, buffer_sums, check_choice, fingerprint_of, positive_number
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import PREDICTIONS, Predictive, predictions_at
 from ella_cuda.laplace.rules.base import Rule
@@ -67,9 +68,9 @@ from ella_cuda.laplace.tuning import (
     raise_evidence,
     warn_of_motion,
 )
-from ella_cuda.laplace.values import Value, as_float64, check_choice, positive_number
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.nn._sizes import as_count
+from ella_cuda.ops._precision import without_autocast
 
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-6}  # residual of a linear mode, unless told
 # Entries that states of older versions lack.
@@ -186,7 +187,7 @@ class BaseLaplace(Predictive):
 
     @abstractmethod
     def _pass_over(self, sums: FitSums, loader: Iterable[Any], progress_bar: bool, **how: Any) -> None:
-        """Add a pass over the data to the curvature and the sums; ``how`` may have ``outputs_of`` as in :meth:`_refit`."""
+        """Add a pass over the data to the curvature and the sums; ``how`` may have ``hessian_at`` as in :meth:`_refit`."""
 
     @abstractmethod
     def _check_finite(self, statistic: Tensor) -> None:
@@ -195,14 +196,6 @@ class BaseLaplace(Predictive):
     @abstractmethod
     def _hold(self) -> None:
         """Take the curvature that the pass has left, or that was read, as that of ``n_data`` data points."""
-
-    @abstractmethod
-    def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
-        """``sum_l log|c H_l / delta_l + I| + delta_l square_norms_l``, c the exponential of log_scale, of a fit."""
-
-    @abstractmethod
-    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor:
-        """How many elements of each parameter tensor the data determine, float64."""
 
     @abstractmethod
     def _posterior(self, precision: Tensor, scale: Tensor) -> Posterior:
@@ -240,31 +233,44 @@ class BaseLaplace(Predictive):
             self.likelihood_function.check(outputs, y[few])
             check_likelihood(self.likelihood_function, outputs, y[few])
 
-    def _fit(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
-        """:meth:`fit`; the loader is kept for what passes over the same data later."""
+    def _fit(
+        self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False, group: Any = None, **how: Any
+    ) -> None:
+        """:meth:`fit`, with arguments of :meth:`_pass_over`; the loader is kept for what passes over the same data later."""
         before, fitted = self._loaders, self.n_data > 0
-        self._accumulate(loader, override, progress_bar, **how)
+        if group is None:
+            sums = self._begin(loader, override, how.get("hessian_at"))
+            self._pass_over(sums, loader, progress_bar, **how)
+            self._require_pass(sums)
+            self._check_finite(sums.statistic)
+            self._end(sums)
+        else:
+            accumulate_together(self, loader, override, progress_bar, how["generator"], group)
         before = [] if override else before
         added_to_unknown = not override and fitted and not before
         # Of several processes this one's loader is a part of the data alone.
-        self._loaders = [] if added_to_unknown or how.get("group") is not None else [*before, loader]
+        self._loaders = [] if added_to_unknown or group is not None else [*before, loader]
 
-    def _refit(self, loader: Iterable[Any], outputs_of: Callable[[Inputs], Tensor]) -> None:
+    def _refit(self, loader: Iterable[Any], hessian_at: Callable[[Inputs], Tensor]) -> None:
         """Accumulate the curvature once more with the likelihood's Hessian at other outputs of inputs than the network's."""
         loaders = self._loaders
-        self._accumulate(loader, override=True, progress_bar=False, outputs_of=outputs_of)
+        self._fit(loader, hessian_at=hessian_at)
         self._loaders = loaders
 
-    def _accumulate(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
-        """The pass over the data of a fit; ``how`` is of :meth:`_pass_over`."""
-        sums = self._begin(loader, override, how.get("outputs_of"))
-        self._pass_over(sums, loader, progress_bar, **how)
-        self._require_pass(sums)
-        self._check_finite(sums.statistic)
-        self._end(sums)
+    def _batches(
+        self, sums: FitSums, loader: Iterable[Any], progress_bar: bool, run: CurvaturePass, several: bool
+    ) -> Iterator[tuple[Inputs, Tensor]]:
+        """The batches of a pass, which are counted, on the model's device; the model is tried out on the first with data."""
+        for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
+            x, y = sums.batch = self.fitted_model.batch(batch, "fit")
+            if data_points(x) and not sums.seen:
+                with without_autocast(self._device.type):
+                    self._try_out(run, x, y, several)
+            sums.seen, sums.n_targets = sums.seen + data_points(x), sums.n_targets + y.numel()
+            yield x, y
 
     def _begin(
-        self, loader: Iterable[Any], override: bool, outputs_of: Callable[[Inputs], Tensor] | None = None
+        self, loader: Iterable[Any], override: bool, hessian_at: Callable[[Inputs], Tensor] | None = None
     ) -> FitSums:
         """Check and allocate before a fit's pass."""
         if not isinstance(override, bool):
@@ -281,20 +287,19 @@ class BaseLaplace(Predictive):
             self._require_room(rules)
         data_fit = self._data_fit()
         fingerprint, buffers = fingerprint_of(self.model, () if anew else fitted.filled), buffer_sums(self.model)
-        norms = square_distances(self, parameters)
+        norms = square_distances(self, parameters.values())
         if anew:
             fitted.describe(parameters)
             self._rules = rules
             self._forget()
-            if outputs_of is None:
+            if hessian_at is None:
                 fitted.draws = fixed_draws(self.model)
             self._allocate(rules)
         else:
             fitted.require_same(fingerprint, [rule.module for rule in rules] == [rule.module for rule in self._rules])
             if norms.device != self._device:
                 raise ValueError(
-                    f"fit(override=False): the model moved to {norms.device} since the fit it would add to, which was on {self._device}; "
-                    "use override=True."
+                    f"fit(override=False): the model moved from {self._device} to {norms.device} since the fit; use override=True."
                 )
             if data_fit.buffers.keys() != self.statistic_gradients.keys():
                 raise ValueError(
@@ -317,8 +322,7 @@ class BaseLaplace(Predictive):
         """ValueError where the pass saw no data, or not all layers."""
         if not sums.seen:
             raise ValueError(
-                "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such "
-                "as a DataLoader."
+                "fit: the loader gave no data; an iterator is consumed once: pass a re-iterable loader such as a DataLoader."
             )
         for rule, calls in sums.calls.items():
             if not calls:
@@ -370,8 +374,7 @@ class BaseLaplace(Predictive):
         mean = self._mean_of_prior(value)
         if self.n_data:
             self.fitted_model.require_unchanged()
-            parameters = dict(zip(self.parameter_names, self.fitted_model.parameters(), strict=True))
-            self.square_norms, self.linear_fit = square_distances(self, parameters, mean), None
+            self.square_norms, self.linear_fit = square_distances(self, self.fitted_model.parameters(), mean), None
         self._prior_mean = mean
 
     def _mean_of_prior(self, value: Value) -> Tensor:
@@ -506,12 +509,10 @@ class BaseLaplace(Predictive):
         .. math::
             \theta_\star = \arg\min_\theta\, -\tfrac1T \log p(D | h(\theta)) + \tfrac12 \|\theta - \mu\|^2_\Lambda
 
-        with h of :class:`ella_cuda.laplace.TangentModel`. Weights that were stopped early, or that normalisation layers follow, are not a
-        mode, and the evidence at them chooses precisions that are too small, whose error bars are too wide; :math:`\theta_\star` is one. The
-        network goes on being linearised at its own parameters, and predictions have the mean of its outputs unless asked for another.
-
-        The loss is convex. Newton's method finds its minimum, each step by conjugate gradients, whose products with the curvature are a
-        derivative along a direction and a gradient, one pass over the data each, and which the posterior's covariance preconditions.
+        with h of :class:`ella_cuda.laplace.TangentModel`. Weights that were stopped early, or that normalisation layers follow, are no mode,
+        and the evidence at them chooses precisions that are too small. The network goes on being linearised at its own parameters, and
+        predictions have the mean of its outputs unless asked for another. The loss is convex: Newton's method, by conjugate gradients that
+        the posterior's covariance preconditions, takes one pass over the data for each product with the curvature.
 
         Args:
             loader: of the fit's data, as for :meth:`fit`; augmentation must be off. Batches that are the same in every pass save a run of the
@@ -554,14 +555,12 @@ class BaseLaplace(Predictive):
             )
         if tol is None:
             tol = NEAR[self.fitted_model.dtype]
-        self._find_linear_mode(
-            loader, tol, solver, form, hessian_at, start, precondition, max_passes, checkpoint, progress_bar
-        )
+        how = {"precondition": precondition, "max_passes": max_passes, "checkpoint": checkpoint}
+        self._find_linear_mode(loader, tol, solver, form, hessian_at, start, progress_bar=progress_bar, **how)
         if self.linear_fit.why:
             warnings.warn(
                 f"fit_linear_mode: the residual is {self.linear_fit.residual:.2g} after {self.linear_fit.passes} passes over the data, above "
                 f"tol={tol:g}; {self.linear_fit.why}.",
-                UserWarning,
                 stacklevel=3,
             )
         return self.linear_mode
@@ -574,10 +573,7 @@ class BaseLaplace(Predictive):
         form: str,
         hessian_at: str,
         start: Tensor | None = None,
-        precondition: bool = True,
-        max_passes: int = 500,
-        checkpoint: str | PathLike[str] | None = None,
-        progress_bar: bool = False,
+        **how: Any,
     ) -> None:
         if start is not None:
             start = self._checked_vector(start, "start")
@@ -587,8 +583,7 @@ class BaseLaplace(Predictive):
                 )
         elif self.linear_fit is not None and self.linear_fit.form == form:
             start = self.linear_fit.theta
-        stopping = Stopping.checked(tol, max_passes)
-        found = solve(self, loader, stopping, solver, form, start, precondition, checkpoint, progress_bar)
+        found = solve(self, loader, tol, solver, form, start, **how)
         if hessian_at == "linear":
             tangent = TangentModel(self.model, form, self.parameter_names)
             self._refit(loader, lambda x: tangent(found.theta, x).detach())
@@ -690,7 +685,6 @@ class BaseLaplace(Predictive):
                     warnings.warn(
                         f"optimize_prior_precision: the residual of the last linear mode is {self.linear_fit.residual:.2g}, above what "
                         f"tol={tol:g} asks for; {self.linear_fit.why}. Precisions may be off by more than tol.",
-                        UserWarning,
                         stacklevel=2,
                     )
             elif method == "marglik":
@@ -711,8 +705,7 @@ class BaseLaplace(Predictive):
             return given
         if not self._loaders:
             raise ValueError(
-                "optimize_prior_precision: at='linear' passes over the training data, whose loader a copied or loaded approximation, or a "
-                "group's, does not have; pass train_loader."
+                "optimize_prior_precision: at='linear' passes over the training data: pass train_loader, as this approximation has none."
             )
         return self._loaders[0] if len(self._loaders) == 1 else _Joined(self._loaders)
 
@@ -759,12 +752,11 @@ class BaseLaplace(Predictive):
         state = {**{key: value for key, value in LACKING.items() if key in own}, **given}
         if missing := sorted(own.keys() - state.keys()):
             raise ValueError(
-                f"load_state_dict: entries missing from the state: {', '.join(missing)}; a {type(self).__name__} takes the states of its own "
-                "class."
+                f"load_state_dict: entries missing from the state of a {type(self).__name__}: {', '.join(missing)}; pass one of that class."
             )
         if unknown := sorted(map(repr, state.keys() - own.keys() - {CHECKSUM})):
             raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
-        for key in ("likelihood", "parameter_names", *self._settings):
+        for key in ("likelihood", *self._settings, "parameter_names"):
             if type(state[key]) is not type(own[key]) or state[key] != own[key]:
                 raise ValueError(f"load_state_dict: {key} is {state[key]!r} in the state, but {own[key]!r} here.")
         counts = {key: checked_count(key, state[key]) for key in ("n_data", "n_outputs", "n_targets")}

@@ -31,8 +31,7 @@ def require_loader(loader: Any, where: str) -> None:
     """
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise TypeError(
-            f"{where} must yield batches (x, y), but a data set yields single examples; pass "
-            "torch.utils.data.DataLoader(dataset, batch_size=...)."
+            f"{where} must yield batches (x, y), but a data set yields single examples; pass torch.utils.data.DataLoader(...)."
         )
     if isinstance(loader, Tensor) or not isinstance(loader, Iterable):
         raise TypeError(
@@ -199,8 +198,7 @@ def checked_outputs(outputs: Any, count: int) -> Tensor:
             f" with the keys {words}" if words else f" of {len(outputs)}" if isinstance(outputs, (tuple, list)) else ""
         )
         raise TypeError(
-            f"the model must return a tensor (N, K), got {type(outputs).__name__}{parts}; wrap it in a module whose forward returns the "
-            "outputs alone."
+            f"the model must return a tensor (N, K), got {type(outputs).__name__}{parts}; wrap it to return the outputs alone."
         )
     if outputs.dim() < 2:
         remedy = "; of one output per data point return outputs[:, None]" if outputs.dim() == 1 else ""
@@ -317,8 +315,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 def _plain(tensor: Tensor, where: str) -> Tensor:
     if type(tensor) not in (Tensor, nn.Parameter) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(
-            f"{where}: the loader must yield plain tensors, got a {type(tensor).__name__}, which computes by itself; convert it in the "
-            "data set or in collate_fn."
+            f"{where}: the loader must yield plain tensors, got a {type(tensor).__name__}; convert it in collate_fn."
         )
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"

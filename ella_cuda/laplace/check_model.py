@@ -32,7 +32,7 @@ from ella_cuda.laplace.batches import (
 )
 from ella_cuda.laplace.call import Place, batch_first
 from ella_cuda.laplace.interception import FunctionMode, hookable_modules, hooks
-from ella_cuda.laplace.values import rounding_of
+from ella_cuda.laplace.parameters import rounding_of
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule

@@ -41,7 +41,7 @@ from ella_cuda.laplace.copies import (
     tried_copies,
     warn_of_all_copies,
 )
-from ella_cuda.laplace.data_fit import hyperparameters
+from ella_cuda.laplace.evidence import hyperparameters
 from ella_cuda.laplace.interception import FunctionMode, hooks
 from ella_cuda.laplace.kronecker_sums import Consumer, KroneckerSums, SummedCopies
 from ella_cuda.laplace.layer_pass import LayerPass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from ella_cuda.digest import tensors_digest
 from ella_cuda.distributed import Ranks, Shard, dataset_size, layout_hash, require_whole
 from ella_cuda.laplace.batches import pair_of, require_loader, tensors_of
 from ella_cuda.laplace.copies import augment_of
-from ella_cuda.laplace.data_fit import DataFitGradient
+from ella_cuda.laplace.evidence import DataFitGradient
 from ella_cuda.laplace.parameters import uneven_sum
 from ella_cuda.laplace.state import separate_outputs
 
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from ella_cuda.laplace.second_moment import SecondMoment
 
 NEAR = 1e-12  # relative: fingerprints are sums, whose rounding may depend on the machine
+REMEDIES = {
+    "parameters and buffers": "Seed all ranks alike before the model is made, load one state on all, or broadcast rank 0's.",
+    "draws of the augmentation": "Hold rank 0's draws.",
+}
 STEP = 0x9E3779B97F4A7C15  # between the seeds of batches
-NOTHING_SEEN = {"n_outputs": 0, "shape": None}
 
 
 @dataclasses.dataclass
@@ -38,6 +41,7 @@ class FitSums:
         anew: whether nothing is added to.
         n_data: of the fit that is added to. seen: data points of the pass.
         n_targets, statistic: of both.
+        batch: x and y, the last one; y is None before the first.
         calls: of every layer with a rule. gradients: of the pass' statistic in buffers.
     """
 
@@ -50,6 +54,7 @@ class FitSums:
     n_targets: int
     statistic: Tensor
     seen: int = 0
+    batch: tuple[Any, Tensor | None] = (None, None)
     calls: dict[Rule, int] = dataclasses.field(default_factory=dict)
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
@@ -140,6 +145,7 @@ def _facts_before(
             "fit: with a group the copies of all data points must be of the same draws, which all ranks have, but the augmentation draws for "
             'each data point. Fit inside of model.augment.held(sampling="shared"), or make it with sampling="shared".'
         )
+    device = "cpu" if generator is None else generator.device
     draws = None if la.fitted_model.draws is None else float(uneven_sum(la.fitted_model.draws))
     return {
         "settings": {
@@ -152,11 +158,13 @@ def _facts_before(
             "buffers that require a gradient": sorted(sums.data_fit.buffers),
             "override": sums.anew,
         },
-        "values": _values(la),
-        "fingerprint": float(sums.fingerprint),
-        "draws": draws,
+        "values": {
+            **_values(la),
+            "parameters and buffers": float(sums.fingerprint),
+            "draws of the augmentation": draws,
+        },
         "n_data": sums.n_data,
-        "seed": _drawn_seed(generator) if la.fisher == "mc" else 0,
+        "seed": int(torch.randint(2**62, (), generator=generator, device=device)) if la.fisher == "mc" else 0,
         "loader": {
             "size": dataset_size(loader),
             "sharded": isinstance(loader, Shard),
@@ -184,7 +192,7 @@ def _values(la: Any) -> dict[str, Any]:
 def _require_same_values(ranks: Ranks, found: Sequence[dict[str, Any]]) -> None:
     same = {name: rounded([one[name] for one in found]) for name in found[0]}
     for name, values in same.items():
-        ranks.require_same(values, name, "Pass all ranks the same arguments.")
+        ranks.require_same(values, name, REMEDIES.get(name, "Pass all ranks the same arguments."))
 
 
 def agree_on_gradient(ranks: Ranks, la: Any, plan: str | None, **settings: Any) -> None:
@@ -196,10 +204,7 @@ def agree_on_gradient(ranks: Ranks, la: Any, plan: str | None, **settings: Any) 
 
 
 def _facts_after(la: Any, sums: FitSums) -> dict[str, Any]:
-    of_data = {
-        "n_outputs": la.n_outputs,
-        "shape": None if la.fitted_model.inputs_shape is None else list(la.fitted_model.inputs_shape),
-    }
+    shape = la.fitted_model.inputs_shape
     layout = [
         [rule.full_name(name), [None if m is None else list(m.total.shape) for m in (f.input_moment, f.output_moment)]]
         for rule in la._rules
@@ -210,13 +215,8 @@ def _facts_after(la: Any, sums: FitSums) -> dict[str, Any]:
         "calls": list(sums.calls.values()),
         "apart": _apart(la._rules),
         "layout": layout_hash(layout),
-        "of_data": of_data if sums.seen else NOTHING_SEEN,
+        "of_data": {"n_outputs": la.n_outputs, "shape": None if shape is None else list(shape)},
     }
-
-
-def _drawn_seed(generator: torch.Generator | None) -> int:
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
 def _first_batch(la: Any, batch: Any, where: str = "fit") -> str | None:
@@ -255,9 +255,7 @@ def _data_of(loader: Any) -> str | None:
         example = loader.dataset[0]
     except (LookupError, TypeError):
         return None
-    parts = example.values() if isinstance(example, Mapping) else example
-    parts = parts if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else [parts]
-    tensors = [part for part in parts if isinstance(part, Tensor)]
+    tensors = tensors_of(example)
     return tensors_digest(*tensors) if tensors else None
 
 
@@ -265,9 +263,6 @@ def _require_alike(ranks: Ranks, headers: Sequence[dict[str, Any]]) -> None:
     """ValueError where ranks are about to sum what is not of one model, or the same data."""
     ranks.require_same_facts([one["settings"] for one in headers], "Pass all ranks the same arguments.")
     _require_same_values(ranks, [one["values"] for one in headers])
-    same = "Seed all ranks alike before the model is made, load one state on all, or broadcast rank 0's."
-    ranks.require_same(rounded([one["fingerprint"] for one in headers]), "parameters and buffers", same)
-    ranks.require_same(rounded([one["draws"] for one in headers]), "draws of the augmentation", "Hold rank 0's draws.")
     require_one_plan(ranks, [one["loader"]["plan"] for one in headers])
     firsts = [one["loader"]["first"] for one in headers]
     again = [rank for rank, first in enumerate(firsts) if first is not None and first in firsts[:rank]]

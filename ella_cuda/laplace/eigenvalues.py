@@ -48,10 +48,6 @@ def own_rows(device: torch.device) -> int:
     return min(OWN_KERNEL, most_rows(device)) if build_info()["cuda"] else 0
 
 
-def _is_own(blocks: Tensor) -> bool:
-    return blocks.is_cuda and blocks.shape[1] <= own_rows(blocks.device)
-
-
 def _by_own_kernel(sets: Sequence[Tensor]) -> list[Tensor]:
     """The sets' eigenvalues, of one device, by as few launches as memory allows; the largest blocks come first, as they take longest."""
     order = sorted(range(len(sets)), key=lambda place: -sets[place].shape[1])
@@ -86,7 +82,7 @@ def eigenvalues_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]]
         blocks = sets[place]
         if blocks.is_cpu:
             on_cpu.append(place)
-        elif _is_own(blocks):
+        elif blocks.is_cuda and blocks.shape[1] <= own_rows(blocks.device):
             own.setdefault((blocks.device, blocks.dtype), []).append(place)
         else:
             each = [torch.linalg.eigvalsh(block.double())[None] for block in blocks]

@@ -1,18 +1,106 @@
-"""The Laplace evidence of a fit as a function of its hyperparameters."""
+"""The Laplace evidence of a fit as a function of its hyperparameters, and the data fit's gradient in buffers of the model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Likelihood
-from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
-from ella_cuda.nn import RelaxedEquivariance
+from ella_cuda.laplace.parameters import Value, as_float64, check_choice, check_positive
+from ella_cuda.nn import RelaxedEquivariance, SpatialBasis
+
+
+def hyperparameters(model: nn.Module) -> dict[str, Tensor]:
+    """The model's buffers that require a gradient, by name."""
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.requires_grad}
+
+
+class DataFitGradient:
+    """Sum over batches, in float64, of the gradient of a batch's statistic in :func:`hyperparameters`.
+
+    The matrix of a basis is as large as hundreds of images and costs more to build than a batch takes, so batches give the gradient in
+    the matrix, and :meth:`total` goes through the basis once.
+
+    Args:
+        model: in evaluation mode when batches are added.
+
+    Raises:
+        ValueError: a buffer that requires a gradient is not a leaf, or has none in torch: running statistics of its norms.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.buffers = hyperparameters(model)
+        for name, buffer in self.buffers.items():
+            if not buffer.is_leaf:
+                raise ValueError(
+                    f"the buffer {name!r} requires a gradient but is not a leaf of the graph: it was computed from another tensor. Give the "
+                    "model a leaf (tensor.detach().requires_grad_()) and go on from its gradient by hand, or use marglik_training's `learn`."
+                )
+        _require_constant_statistics(model)
+        self.bases = [m for m in model.modules() if isinstance(m, SpatialBasis) and m.learns()]
+        own = {id(b) for basis in self.bases for b in basis.buffers(recurse=False)}
+        self.others = {name: b for name, b in self.buffers.items() if id(b) not in own}
+        self._sums: list[Tensor | None] = [None] * (len(self.others) + len(self.bases))
+
+    def add(self, statistic: Callable[[], Tensor], beside: Sequence[Tensor] = ()) -> list[Tensor | None]:
+        """Differentiate what ``statistic`` computes by running the model on a batch; returns its gradients in tensors beside the buffers."""
+        if not self.buffers:
+            return [None] * len(beside)
+        with ExitStack() as stack, torch.enable_grad():
+            matrices = [stack.enter_context(basis.held()) for basis in self.bases]
+            wanted = [*self.others.values(), *matrices]
+            value = statistic()
+            if not value.requires_grad:  # it depends on none of them
+                return [None] * len(beside)
+            found = torch.autograd.grad(value, [*wanted, *beside], allow_unused=True)
+            found, others = found[: len(wanted)], found[len(wanted) :]
+        self._sums = [
+            old if new is None else new.double() if old is None else old + new
+            for old, new in zip(self._sums, found, strict=True)
+        ]
+        return list(others)
+
+    def total(self) -> dict[str, Tensor]:
+        """The gradient of the sum of all batches' statistics in float64, by the buffers' names; zeros where nothing depends on one."""
+        gradients = {id(b): s for b, s in zip(self.others.values(), self._sums, strict=False)}
+        for basis, slope in zip(self.bases, self._sums[len(self.others) :], strict=True):
+            own = [b for b in basis.buffers(recurse=False) if b.requires_grad]
+            if slope is not None:
+                with torch.enable_grad():
+                    matrix = basis.matrix()
+                    found = torch.autograd.grad(matrix, own, slope.to(matrix.dtype))
+                gradients |= {id(b): g.double() for b, g in zip(own, found, strict=True)}
+        return {
+            name: torch.zeros_like(b, dtype=torch.float64) if gradients.get(id(b)) is None else gradients[id(b)]
+            for name, b in self.buffers.items()
+        }
+
+
+def _require_constant_statistics(model: nn.Module) -> None:
+    """ValueError where running statistics that a function of torch normalises by require a gradient, which it does not have."""
+    for module_name, module in model.named_modules():
+        if not isinstance(module, _NormBase) or not module.forward.__module__.startswith("torch."):
+            continue
+        for name in ("running_mean", "running_var"):
+            buffer = getattr(module, name)
+            if buffer is not None and buffer.requires_grad:
+                raise ValueError(
+                    f"layer {module_name or type(module).__name__!r} ({type(module).__name__}): its {name} requires a gradient, for which "
+                    f"torch has no derivative. Leave it out of what is learned, {name}.requires_grad_(False); the layer's weight and bias do "
+                    "the same, and are trained."
+                )
+
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.fitted_model import FittedModel
+    from ella_cuda.laplace.posterior import Posterior
 
 MODES = ("network", "linear")
 # Below this many in all, the data determine less than a single one of the layer's parameters: it does nothing that a type could name.
@@ -31,11 +119,10 @@ class Mean(NamedTuple):
     square_norms: Tensor
 
 
-class Evidence(Protocol):
-    """A fitted approximation: the attributes, documented at :class:`ella_cuda.laplace.KronLaplace`, from which the evidence follows.
+class Evidence:
+    """An approximation: the attributes, documented at :class:`ella_cuda.laplace.KronLaplace`, from which the evidence follows.
 
     Attributes:
-        fitted_model: the :class:`ella_cuda.laplace.fitted_model.FittedModel`.
         statistic, square_norms: see :class:`Mean`, at the network's parameters.
         n_targets: entries of all data's targets.
         counts: elements of each parameter tensor that have a posterior.
@@ -45,7 +132,7 @@ class Evidence(Protocol):
     """
 
     model: nn.Module
-    fitted_model: Any
+    fitted_model: FittedModel
     likelihood: str
     likelihood_function: Likelihood
     parameter_names: list[str]
@@ -61,12 +148,17 @@ class Evidence(Protocol):
     statistic: Tensor
     square_norms: Tensor
     statistic_gradients: dict[str, Tensor]
+    memory_budget: int
     linear_fit: Any
-    posterior_precision: Any
+    posterior_precision: Posterior
 
-    def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor: ...
+    @abstractmethod
+    def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
+        """``sum_l log|c H_l / delta_l + I| + delta_l square_norms_l``, c the exponential of log_scale, of a fit."""
 
-    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor: ...
+    @abstractmethod
+    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor:
+        """How many elements of each parameter tensor the data determine, float64."""
 
 
 def evidence_at(la: Evidence, log_precision: Tensor, log_sigma: Tensor | None = None, at: str = "network") -> Tensor:
@@ -91,13 +183,17 @@ def mean_at(la: Evidence, at: str) -> Mean:
         RuntimeError: not fitted, or the linear mode was not found.
     """
     la.fitted_model.require_fit()
-    if check_choice("at", at, MODES) == "network":
-        return Mean(la.statistic, la.square_norms)
+    where = la if check_choice("at", at, MODES) == "network" else linear_fit_of(la, "at")
+    return Mean(where.statistic, where.square_norms)
+
+
+def linear_fit_of(la: Evidence, argument: str) -> Any:
+    """The linearised network's mode at the fit; RuntimeError where it was not found, with the argument that asks for it."""
     if la.linear_fit is None:
         raise RuntimeError(
-            f"{type(la).__name__}: at='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
+            f"{type(la).__name__}: {argument}='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
         )
-    return Mean(la.linear_fit.statistic, la.linear_fit.square_norms)
+    return la.linear_fit
 
 
 def log_likelihood(la: Evidence, sigma: Tensor, at: str = "network") -> Tensor:
@@ -106,14 +202,12 @@ def log_likelihood(la: Evidence, sigma: Tensor, at: str = "network") -> Tensor:
     if torch.is_grad_enabled() and la.fitted_model.has_hyperparameters():
         if at == "linear":
             raise RuntimeError(
-                f"{type(la).__name__}: the evidence at='linear' has no derivatives in buffers; evaluate it under torch.no_grad(), or "
-                "with buffers that do not require a gradient."
+                f"{type(la).__name__}: the evidence at='linear' has no derivatives in buffers; evaluate it under torch.no_grad()."
             )
         for name, b in hyperparameters(la.model).items():
             if name not in la.statistic_gradients:
                 raise RuntimeError(
-                    f"{type(la).__name__}: the buffer {name!r} requires a gradient, but did not when this approximation was fitted; "
-                    "call fit again, or evaluate under torch.no_grad()."
+                    f"{type(la).__name__}: the buffer {name!r} requires a gradient, but did not at the fit; call fit again."
                 )
             # Adds nothing but the gradient.
             statistic = statistic + (la.statistic_gradients[name] * (b - b.detach())).sum()
@@ -149,15 +243,15 @@ def elements(la: Evidence) -> Tensor:
     return torch.tensor(la.counts, dtype=torch.float64, device=la.fitted_model.device)
 
 
-def square_distances(la: Evidence, parameters: Mapping[str, Tensor], mean: Tensor | None = None) -> Tensor:
+def square_distances(la: Evidence, parameters: Iterable[Tensor], mean: Tensor | None = None) -> Tensor:
     """The squared distance of each parameter tensor's elements with a posterior from the prior's mean, ``la.prior_mean`` unless given;
     float64."""
-    device = next(iter(parameters.values())).device
+    parameters = list(parameters)
+    device, sizes = parameters[0].device, [p.numel() for p in parameters]
     mean = (la.prior_mean if mean is None else mean).to(device)
-    sizes = [p.numel() for p in parameters.values()]
     means = mean.split(sizes) if mean.dim() else [mean] * len(sizes)
     free = [1.0] * len(sizes) if la.free_elements is None else la.free_elements.to(device).split(sizes)
-    parts = zip(parameters.values(), means, free, strict=True)
+    parts = zip(parameters, means, free, strict=True)
     return torch.stack([((p.detach().double().flatten() - m).square() * f).sum() for p, m, f in parts])
 
 

@@ -12,17 +12,15 @@ from torch import Tensor, nn
 from ella_cuda.augment import AveragedFunction
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, plain_tensor, shapes_of, tensors_of
 from ella_cuda.laplace.check_model import probe
-from ella_cuda.laplace.data_fit import hyperparameters
-from ella_cuda.laplace.evidence import resolved, square_distances
-from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.evidence import hyperparameters, resolved, square_distances
+from ella_cuda.laplace.factors import KroneckerFactor, by_parameter
 from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.kronecker_sums import KroneckerSums
 from ella_cuda.laplace.layer_pass import GraphPass
+from ella_cuda.laplace.parameters import Value
 from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.test_time import at_test_time, refusing_reentrant, requiring_grad
-from ella_cuda.laplace.ties import by_parameter
-from ella_cuda.laplace.values import Value
 from ella_cuda.modes import exclusively
 from ella_cuda.ops._precision import without_autocast
 
@@ -149,7 +147,7 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precisio
     statistic = likelihood.statistic(outputs, y)
     statistic = statistic if la.temperature == 1 else statistic / la.temperature
     total = likelihood.log_likelihood(statistic, y.numel(), sigma)
-    norms = square_distances(la, {name: la.model.get_parameter(name) for name in la.parameter_names})
+    norms = square_distances(la, la.fitted_model.parameters())
     for name, delta, norm in zip(la.parameter_names, precision.unbind(), norms.unbind(), strict=True):
         factor, size = factors[name], la.model.get_parameter(name).numel()
         log_det_ratio = factor.logdet(delta, sigma**-2 / la.temperature) - size * delta.log()

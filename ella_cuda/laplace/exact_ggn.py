@@ -9,27 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ella_cuda import ops
 from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
-from ella_cuda.laplace.batches import Inputs, data_points
-from ella_cuda.laplace.data_fit import DataFitGradient
+from ella_cuda.laplace.batches import Inputs
 from ella_cuda.laplace.distributed_fit import FitSums
-from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.evidence import DataFitGradient
+from ella_cuda.laplace.factors import FactorShape, Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
-from ella_cuda.laplace.parameters import trainable
+from ella_cuda.laplace.parameters import check_choice, checked_names, is_inside, trainable
 from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.state import checked_tensor, require_moment
-from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import running_the_model
+from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import without_autocast
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule
+
 
 STRUCTURES = ("full", "diag")
 
@@ -377,21 +376,16 @@ class UnfactoredLaplace(BaseLaplace):
         if indices is None:
             return None
         parameters = trainable(self.model)
-        checked_indices(indices, sum(p.numel() for p in parameters.values()))
-        served = torch.cat(
-            [torch.full((p.numel(),), n in set(self.parameter_names), device="cpu") for n, p in parameters.items()]
-        )
-        owners = torch.arange(len(parameters), device="cpu").repeat_interleave(
-            torch.tensor([p.numel() for p in parameters.values()], device="cpu")
-        )
-        here = indices.cpu()
-        if not served[here].all():
-            wrong = owners[here[~served[here]]].unique().tolist()
+        sizes = [p.numel() for p in parameters.values()]
+        chosen = torch.zeros(sum(sizes), dtype=torch.bool, device="cpu")
+        chosen[checked_indices(indices, sum(sizes)).cpu()] = True
+        parts = dict(zip(parameters, chosen.split(sizes), strict=True))
+        if wrong := [name for name, part in parts.items() if part.any() and name not in self.parameter_names]:
             raise ValueError(
-                f"subnetwork_indices: some are elements of {', '.join([*parameters][i] for i in wrong)}, which subset_of_weights or "
-                "unknown='freeze' leaves out; choose among the others."
+                f"subnetwork_indices: some are elements of {', '.join(wrong)}, which subset_of_weights or unknown='freeze' leaves out."
             )
-        return (served.cumsum(0) - 1)[here].to(indices.device)
+        served = torch.cat([parts[name] for name in self.parameter_names])
+        return served.nonzero().flatten().to(indices.device)
 
     @property
     def H(self) -> Tensor:
@@ -421,16 +415,12 @@ class UnfactoredLaplace(BaseLaplace):
         sums: FitSums,
         loader: Iterable[Any],
         progress_bar: bool,
-        outputs_of: Callable[[Inputs], Tensor] | None = None,
+        hessian_at: Callable[[Inputs], Tensor] | None = None,
     ) -> None:
         with running(JacobianPass(self.model, self._rules, self._layout.shapes, self.memory_budget)) as run:
-            for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
-                x, y = self.fitted_model.batch(batch, "fit")
+            for x, y in self._batches(sums, loader, progress_bar, run, several=True):
                 with without_autocast(self._device.type):
-                    if data_points(x) and not sums.seen:
-                        self._try_out(run, x, y, several=True)
-                    sums.statistic = sums.statistic + self._add(run, x, y, outputs_of)
-                sums.seen, sums.n_targets = sums.seen + data_points(x), sums.n_targets + y.numel()
+                    sums.statistic = sums.statistic + self._add(run, x, y, hessian_at)
 
     def _check_finite(self, statistic: Tensor) -> None:
         if not (statistic.isfinite() and self._curvature.total.isfinite().all()):
@@ -442,9 +432,9 @@ class UnfactoredLaplace(BaseLaplace):
         if self.n_data:
             self._curvature.most_rank = self.n_data * self.n_outputs
 
-    def _add(self, run: JacobianPass, x: Inputs, y: Tensor, outputs_of: Callable[[Inputs], Tensor] | None) -> Tensor:
+    def _add(self, run: JacobianPass, x: Inputs, y: Tensor, hessian_at: Callable[[Inputs], Tensor] | None) -> Tensor:
         likelihood = self.likelihood_function
-        others = None if outputs_of is None else outputs_of(x)
+        others = None if hessian_at is None else hessian_at(x)
 
         def columns(outputs: Tensor, which: slice) -> Columns | Tensor:
             likelihood.check(outputs, y[which])
@@ -500,9 +490,6 @@ class UnfactoredLaplace(BaseLaplace):
 class FullLaplace(UnfactoredLaplace):
     """:class:`UnfactoredLaplace` with the whole matrix of all parameters, for some thousand of them."""
 
-    def __init__(self, model: nn.Module, likelihood: str | Likelihood = "classification", **how: Any) -> None:
-        super().__init__(model, likelihood, hessian_structure="full", **how)
-
 
 class DiagLaplace(UnfactoredLaplace):
     """:class:`UnfactoredLaplace` with the matrix' diagonal, as many numbers as there are parameters."""
@@ -512,7 +499,7 @@ class DiagLaplace(UnfactoredLaplace):
 
 
 class SubnetLaplace(UnfactoredLaplace):
-    """:class:`UnfactoredLaplace` of a subnetwork, which the masks of :mod:`ella_cuda.laplace.subnetwork` choose; the other elements of the
+    """:class:`UnfactoredLaplace` of a subnetwork, which the masks of :mod:`ella_cuda.laplace.exact_ggn` choose; the other elements of the
     parameters are constants.
 
     Source: Daxberger et al., "Bayesian deep learning via subnetwork inference", ICML 2021.
@@ -530,3 +517,172 @@ class SubnetLaplace(UnfactoredLaplace):
         super().__init__(
             model, likelihood, subnetwork_indices=subnetwork_indices, hessian_structure=hessian_structure, **how
         )
+
+
+# masks of the parameters that have a posterior, by laplace-torch's names ----------------------------------------------
+
+
+class SubnetMask(ABC):
+    """A choice among the elements of a model's trainable parameters, flattened one after the other in ``model.named_parameters()`` order.
+
+    Args:
+        model: the network.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.parameters = trainable(model)
+        self._indices: Tensor | None = None
+
+    @property
+    def indices(self) -> Tensor:
+        """The indices that :meth:`select` chose, int64, ascending.
+
+        Raises:
+            AttributeError: nothing is chosen yet.
+        """
+        if self._indices is None:
+            raise AttributeError(f"{type(self).__name__}: call select first.")
+        return self._indices
+
+    @property
+    def n_params_subnet(self) -> int:
+        """How many elements are chosen."""
+        return len(self.indices)
+
+    def select(self, train_loader: Iterable[Any] | None = None) -> Tensor:
+        """Choose; the indices ``(S,)``, int64, ascending.
+
+        Args:
+            train_loader: yields ``(x, y)``, for masks that look at data.
+        """
+        self._indices = self._mask(train_loader).flatten().nonzero().flatten()
+        return self._indices
+
+    @abstractmethod
+    def _mask(self, train_loader: Iterable[Any] | None) -> Tensor:
+        """Bool, one entry for each element."""
+
+    def _flat(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.parameters.values()])
+
+
+class ScoreBasedSubnetMask(SubnetMask):
+    """The elements with the largest scores.
+
+    Args:
+        model: the network.
+        n_params_subnet: how many.
+
+    Raises:
+        ValueError: there are not that many.
+    """
+
+    def __init__(self, model: nn.Module, n_params_subnet: int) -> None:
+        super().__init__(model)
+        count = sum(p.numel() for p in self.parameters.values())
+        if not 0 < as_count("n_params_subnet", n_params_subnet) <= count:
+            raise ValueError(
+                f"n_params_subnet must be from 1 to the model's {count} trainable parameters, got {n_params_subnet!r}."
+            )
+        self._count = n_params_subnet
+
+    def _mask(self, train_loader: Iterable[Any] | None) -> Tensor:
+        scores = self.scores(train_loader)
+        mask = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+        mask[scores.topk(self._count).indices] = True
+        return mask
+
+    @abstractmethod
+    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+        """A score for each element."""
+
+
+class RandomSubnetMask(ScoreBasedSubnetMask):
+    """Elements drawn from torch's global generator, or from ``generator``."""
+
+    def __init__(self, model: nn.Module, n_params_subnet: int, generator: torch.Generator | None = None) -> None:
+        super().__init__(model, n_params_subnet)
+        self._generator = generator
+
+    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+        count, on = sum(p.numel() for p in self.parameters.values()), self._generator
+        return torch.rand(count, generator=on, device=on.device if on else "cpu")
+
+
+class LargestMagnitudeSubnetMask(ScoreBasedSubnetMask):
+    """The elements with the largest magnitudes."""
+
+    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+        return self._flat().abs()
+
+
+class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
+    """The elements with the largest variances under an approximation: under independent marginals the choice that is nearest to the whole
+    posterior in the 2-Wasserstein distance.
+
+    Args:
+        model: the network.
+        n_params_subnet: how many.
+        diag_laplace_model: of the model, a :class:`ella_cuda.laplace.DiagLaplace` or another of this package's approximations of all
+            parameters, whose marginal variances count; fitted to the loader where it is not yet. None makes a DiagLaplace for
+            classification.
+
+    Source: Daxberger et al., "Bayesian deep learning via subnetwork inference", ICML 2021, section 4.
+    """
+
+    def __init__(self, model: nn.Module, n_params_subnet: int, diag_laplace_model: BaseLaplace | None = None) -> None:
+        super().__init__(model, n_params_subnet)
+        self.diag_laplace_model = DiagLaplace(model) if diag_laplace_model is None else diag_laplace_model
+        if self.diag_laplace_model.parameter_names != list(self.parameters):
+            raise ValueError("diag_laplace_model: expected an approximation of all trainable parameters of the model.")
+
+    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+        if not self.diag_laplace_model.n_data:
+            if train_loader is None:
+                raise ValueError(f"{type(self).__name__}.select: pass train_loader, or a fitted diag_laplace_model.")
+            self.diag_laplace_model.fit(train_loader)
+        return self.diag_laplace_model.posterior_precision.diag(-1)
+
+
+class ParamNameSubnetMask(SubnetMask):
+    """All elements of named parameters.
+
+    Raises:
+        ValueError: no name is given, or one is no trainable parameter's.
+    """
+
+    def __init__(self, model: nn.Module, parameter_names: Sequence[str]) -> None:
+        super().__init__(model)
+        self._names = checked_names("parameter_names", parameter_names, self.parameters)
+
+    def _mask(self, train_loader: Iterable[Any] | None) -> Tensor:
+        parts = [torch.full((p.numel(),), name in self._names, device=p.device) for name, p in self.parameters.items()]
+        return torch.cat(parts)
+
+
+class ModuleNameSubnetMask(ParamNameSubnetMask):
+    """All elements of the parameters inside of named modules.
+
+    Raises:
+        ValueError: no name is given, or one is no module's that has trainable parameters.
+    """
+
+    def __init__(self, model: nn.Module, module_names: Sequence[str]) -> None:
+        parameters = trainable(model)
+        known = {m for m, _ in model.named_modules() if any(is_inside(p, m) for p in parameters)}
+        names = checked_names("module_names", module_names, known)
+        super().__init__(model, [p for p in parameters if any(is_inside(p, name) for name in names)])
+
+
+class LastLayerSubnetMask(ModuleNameSubnetMask):
+    """All elements of the last layer's parameters.
+
+    Args:
+        model: the network.
+        last_layer_name: None is the last module of ``model.named_modules()`` that itself has trainable parameters.
+    """
+
+    def __init__(self, model: nn.Module, last_layer_name: str | None = None) -> None:
+        name = list(trainable(model))[-1].rpartition(".")[0] if last_layer_name is None else last_layer_name
+        super().__init__(model, [name])

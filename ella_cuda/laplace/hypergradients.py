@@ -40,20 +40,18 @@ from ella_cuda.laplace.copies import (
     tried_copies,
     warn_of_all_copies,
 )
-from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import agree_on_gradient, plan_of
-from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases_of
-from ella_cuda.laplace.evidence import data_weight
-from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.evidence import DataFitGradient, data_weight
+from ella_cuda.laplace.factors import KroneckerFactor, merged_shapes
 from ella_cuda.laplace.kronecker_sums import KroneckerSums, SummedCopies
 from ella_cuda.laplace.layer_pass import GraphPass
 from ella_cuda.laplace.likelihoods import Likelihood
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.per_example import PerExampleGradients
+from ella_cuda.laplace.posterior import Eigenbasis, eigenbases_of
 from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.tangent import first_at_fault
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
-from ella_cuda.laplace.ties import merged_shapes
-from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.ops._precision import without_autocast

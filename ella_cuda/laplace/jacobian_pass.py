@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import Inputs, data_points, take
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.curvature import CurvaturePass
-from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.jacobian import Jacobian, total
+from ella_cuda.laplace.factors import FactorShape, Jacobian, sum_of_jacobians
 from ella_cuda.laplace.kronecker_sums import Consumer
 from ella_cuda.laplace.likelihoods import Columns
 from ella_cuda.laplace.rules.base import Rule
@@ -250,7 +249,7 @@ class Jacobians(Consumer):
             self._hand_on(key)
 
     def _hand_on(self, key: tuple[str, range | None]) -> None:
-        self.take(key[0], total(self._awaited.pop(key), self._shapes[key[0]].groups))
+        self.take(key[0], sum_of_jacobians(self._awaited.pop(key), self._shapes[key[0]].groups))
 
 
 def _versions(arguments: Sequence[Any]) -> list[int]:

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ella_cuda import ops
 from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
-from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, inputs_on, merged, model_outputs, run_model
+from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, merged, model_outputs, run_model
 from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
-from ella_cuda.laplace.data_fit import DataFitGradient
-from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
-from ella_cuda.laplace.eigenbases import Eigenbasis, Spectra, eigenbases_of
-from ella_cuda.laplace.evidence import elements
-from ella_cuda.laplace.factors import KroneckerFactor
-from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
+from ella_cuda.laplace.distributed_fit import FitSums
+from ella_cuda.laplace.evidence import DataFitGradient, elements
+from ella_cuda.laplace.factors import KroneckerFactor, by_parameter, merged_shapes
+from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
-from ella_cuda.laplace.posterior import KronPosterior
+from ella_cuda.laplace.parameters import check_choice
+from ella_cuda.laplace.posterior import Eigenbasis, KronPosterior, Spectra, eigenbases_of
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
 from ella_cuda.laplace.state import checked_tensor, load_factors, save_factors
 from ella_cuda.laplace.test_time import requiring_grad
-from ella_cuda.laplace.ties import by_parameter, merged_shapes
-from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
 
@@ -59,7 +55,7 @@ class KronLaplace(BaseLaplace):
         model: ``(N, ...) -> (N, K)``, or ``(N, ..., K)`` for outputs at several positions, float32 or float64; its layers' outputs have the
             batch in front, or second where a layer's rule allows for it, as ``nn.Linear``'s does. Parameters that do not require a gradient
             are constants. Layers may be called several times in a forward pass, and share weights: see
-            :mod:`ella_cuda.laplace.kronecker_sums` and :func:`ella_cuda.laplace.ties.merged`.
+            :mod:`ella_cuda.laplace.kronecker_sums` and :func:`ella_cuda.laplace.factors.by_parameter`.
         likelihood: "classification" (softmax over the outputs' last axis, integer labels of the other axes' shape), "regression" (Gaussian),
             "binary" (logits, targets 0 or 1), "poisson" (log rates, counts), each with targets of the outputs' shape, "heteroscedastic"
             (Gaussians by natural parameters, outputs ``(N, 2K)``, targets ``(N, K)``), a name of :func:`register_likelihood`, or an object
@@ -75,14 +71,13 @@ class KronLaplace(BaseLaplace):
             them as if they were data points, "reduce" takes the outer products of each data point's mean input and summed gradient. The
             first is exact for deep linear networks whose positions have losses of their own, the second for those that average or sum
             positions before the loss; it multiplies fewer rows. Biases and norms have the same, exact blocks in both.
-        memory_budget: bytes that the layers' outputs of images that go through the network together may take, or half of the
-            factors, if that is more; and the batched gradients of one backward pass. A batch's images and the columns are split
-            accordingly, and of an :class:`ella_cuda.augment.AveragedFunction` an image's copies. None chooses: 64 MiB on the CPU,
-            where more only takes more memory, 2 GiB elsewhere. The result does not depend on it beyond rounding; the draws of
-            ``fisher="mc"`` are those of the parts, one after the other.
-        column_tolerance: with ``fisher="exact"``, the share of the output Hessian's trace (summed over images that go through
-            the network together) that may be left out to save columns, least first; 0 is exact. Trained networks need a few of the
-            K-1 columns for 99%. A regression's columns are all of one size, so that none is left out.
+        memory_budget: bytes that the layers' outputs of images that go through the network together may take (or half of the factors, if
+            that is more), and the batched gradients of one backward pass. Batches, columns and an
+            :class:`ella_cuda.augment.AveragedFunction`'s copies are split accordingly. None is 64 MiB on the CPU and 2 GiB elsewhere. The
+            result does not depend on it beyond rounding, but for the draws of ``fisher="mc"``, which are those of the parts.
+        column_tolerance: with ``fisher="exact"``, the relative trace of the output Hessian, summed over images that go through the network
+            together, that may be dropped to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99 %.
+            A regression's columns are all of one size, so that none is dropped.
         subset_of_weights: the parameters that have a posterior, as if the others did not require a gradient: "all", "last_layer", or names
             of parameters or of modules with all parameters inside. The last layer is the last module of ``model.named_modules()`` that has
             trainable parameters; its output must be the model's.
@@ -93,6 +88,7 @@ class KronLaplace(BaseLaplace):
             "freeze", which takes them for constants, and layers that a rule refuses; or "diagonal", which gives them the exact diagonal of
             their block, from gradients of single data points. Where all of them have one axis or none, such as FixUp's scales and biases,
             they get their exact blocks so, whatever is chosen; with "diagonal" those with one axis or none always do.
+        options: what the signature does not have, with the defaults of :class:`ella_cuda.laplace.base.LaplaceOptions`.
 
     Attributes:
         parameter_names: of the trainable tensors, in ``model.named_parameters()`` order; precisions and factors are in that order.
@@ -118,20 +114,11 @@ class KronLaplace(BaseLaplace):
         model: nn.Module,
         likelihood: str | Likelihood = "classification",
         *,
-        prior_precision: Value = 1.0,
-        sigma_noise: Value = 1.0,
-        prior_mean: Value = 0.0,
-        temperature: float = 1.0,
         fisher: str = "exact",
         resolution: str = "shared",
         approximation: str = "expand",
-        memory_budget: int | None = None,
         column_tolerance: float = 0.0,
-        unknown: str = "error",
-        subset_of_weights: str | Sequence[str] = "all",
-        dict_key_x: str = DEFAULT_KEYS.x,
-        dict_key_y: str = DEFAULT_KEYS.y,
-        ignore_index: int = IGNORED,
+        **options: Any,
     ) -> None:
         self.fisher, self.resolution, self.approximation = (
             check_choice("fisher", fisher, FISHERS),
@@ -141,19 +128,7 @@ class KronLaplace(BaseLaplace):
         if not 0 <= column_tolerance < 1:
             raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
         self.column_tolerance = column_tolerance
-        options = LaplaceOptions(
-            prior_precision=prior_precision,
-            sigma_noise=sigma_noise,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            memory_budget=memory_budget,
-            unknown=unknown,
-            subset_of_weights=subset_of_weights,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            ignore_index=ignore_index,
-        )
-        super().__init__(model, likelihood, options, self.resolution, self.approximation)
+        super().__init__(model, likelihood, LaplaceOptions(**options), self.resolution, self.approximation)
         self._hold()
 
     def _described(self) -> str:
@@ -182,20 +157,17 @@ class KronLaplace(BaseLaplace):
     ) -> KronLaplace:
         """One streaming pass over the data at the model's present parameters.
 
-        The result does not depend on the batch size, but for what sequences are padded to, for the columns that ``column_tolerance``
-        leaves out of a batch, for what ``fisher="mc"`` draws, and for what products of a float32 network lose: in sums of more than 2^25
-        multiply-adds whose rows differ in many directions, eigenvalues of a factor below 1e-7 of its largest are noise, but for those that
-        the number of rows says are zero (:meth:`SecondMoment.eigenvalues`). The evidence sees them where they compare with the prior's
-        precision; ``model.double()`` has them right. A model that was compiled runs as it is written, and under
-        autocast as without it. An error or an interruption leaves the approximation unfitted. What is asked of it afterwards is about the
+        The result does not depend on the batch size, but for what sequences are padded to, ``column_tolerance``, the draws of
+        ``fisher="mc"`` and rounding: in sums of more than 2^25 multiply-adds in float32, eigenvalues of a factor below 1e-7 of its largest
+        are noise, which the evidence sees where they compare with the prior's precision; ``model.double()`` has them right. A compiled model
+        runs as it is written, and without autocast. An error or an interruption leaves the approximation unfitted. All answers are about the
         parameters as they were here: after they changed, fit again.
 
         Args:
-            loader: yields ``(x, y)``; moved to the model's device batch by batch. A GPU wants large batches, of a thousand images say:
-                a batch is some 300 kernels, however many images it has. x is a tensor, a tuple or list (the model is called with
-                ``*x``) or a mapping (``**x``). A batch may also be a mapping: y is what it has under ``dict_key_y``, and the model gets what
-                it has under ``dict_key_x`` if that is all the rest, else the rest by name. What is no tensor is passed on as it is; the
-                tensors have the data points along their first axis.
+            loader: yields ``(x, y)``; moved to the model's device batch by batch. A GPU wants batches of a thousand images: a batch is some
+                300 kernels, however many images it has. x is a tensor, a tuple or list (``model(*x)``) or a mapping (``model(**x)``). A batch
+                may be a mapping: y is under ``dict_key_y``, and the model gets what is under ``dict_key_x`` if that is all the rest, else
+                the rest by name. Tensors have the data points along their first axis; what is no tensor is passed on.
             override: start anew; False adds to what was fitted before at the same parameters.
             progress_bar: show one.
             generator: seeds the sampling of ``fisher="mc"``; None is torch's global one.
@@ -222,12 +194,6 @@ class KronLaplace(BaseLaplace):
         self._fit(loader, override, progress_bar, generator=generator, group=group)
         return self
 
-    def _accumulate(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
-        if (group := how.pop("group", None)) is not None:
-            accumulate_together(self, loader, override, progress_bar, how["generator"], group)
-        else:
-            super()._accumulate(loader, override, progress_bar, **how)
-
     def _require_room(self, rules: Sequence[Rule]) -> None:
         require_memory(self.model, rules)
 
@@ -241,32 +207,19 @@ class KronLaplace(BaseLaplace):
         loader: Iterable[Any],
         progress_bar: bool,
         generator: torch.Generator | None = None,
-        outputs_of: Callable[[Inputs], Tensor] | None = None,
+        hessian_at: Callable[[Inputs], Tensor] | None = None,
         generator_of: Callable[[int], torch.Generator] | None = None,
     ) -> None:
         """The pass over the data. ``generator_of`` gives each batch, by its number in the loader, a generator of its own."""
-        x, y = None, None
-        needs = telling_needs(lambda: (x, y), self._peak_bytes, sum(rule.bytes() for rule in self._rules))
+        needs = telling_needs(lambda: sums.batch, self._peak_bytes, sum(rule.bytes() for rule in self._rules))
         with needs, curvature_pass(self.model, self._rules, self.memory_budget) as run:
-            tried, number = False, -1
-
-            def taken() -> Iterator[tuple[Inputs, Tensor]]:
-                nonlocal x, y, tried, number
-                for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
-                    x, y = self.fitted_model.batch(batch, "fit")
-                    number += 1
-                    if data_points(x) and not tried:
-                        with without_autocast(self._device.type):
-                            self._try_out(run, x, y, several=self.fisher == "exact")
-                        tried = True
-                    yield x, y
-
-            for x, y in merged(taken(), run.merged_images if generator_of is None else lambda _: 0):
+            batches = self._batches(sums, loader, progress_bar, run, several=self.fisher == "exact")
+            pairs = merged(batches, run.merged_images) if generator_of is None else batches
+            for number, (x, y) in enumerate(pairs):
                 its_own = generator if generator_of is None else generator_of(number)
                 with without_autocast(self._device.type):
                     for part in run.parts(x, y):
-                        sums.statistic = sums.statistic + self._add(run, sums.data_fit, *part, its_own, outputs_of)
-                sums.seen, sums.n_targets = sums.seen + data_points(x), sums.n_targets + y.numel()
+                        sums.statistic = sums.statistic + self._add(run, sums.data_fit, *part, its_own, hessian_at)
         sums.calls = dict(run.calls)
         sums.gradients = sums.data_fit.total()
 
@@ -277,25 +230,51 @@ class KronLaplace(BaseLaplace):
         x: Inputs,
         y: Tensor,
         generator: torch.Generator | None,
-        outputs_of: Callable[[Inputs], Tensor] | None,
+        hessian_at: Callable[[Inputs], Tensor] | None,
     ) -> Tensor:
-        """Add a batch to the factors and to the data fit's gradient; returns its part of the statistic."""
-        if (chunks := run.chunks(x)) is not None:
-            return self._add_chunks(run, data_fit, chunks, x, y, generator, outputs_of)
-        others = None if outputs_of is None else outputs_of(x)
-        with run.nodes():
-            outputs = run.forward(x)
+        """Add a batch to the factors and to the data fit's gradient; returns its part of the statistic.
+
+        Data points whose copies have no room together go through the network once for the outputs, and once for all else.
+        """
+        chunks = run.chunks(x)
+
+        def mean(outputs: Callable[[Inputs], Tensor]) -> Tensor:
+            return sum(share * outputs(some) for some, share in chunks or [(x, 1)])
+
+        others = None if hessian_at is None else mean(hessian_at)
+        with run.nodes() if chunks is None else torch.no_grad():
+            outputs = run.forward(x) if chunks is None else mean(lambda some: model_outputs(self.model, some))
             f = outputs.detach()
             statistic, columns = self._columns_at(f, f if others is None else others.to(f.dtype), y, generator)
-            if data_points(x):
+            if chunks is None and data_points(x):
                 run.backward(outputs, columns)
+        if chunks is not None:
+            run.add_chunks(chunks, columns)
         if data_points(x):
-            run.add_per_example(x, columns)
+            run.add_per_example(x, columns, None if chunks is None else chunks[0][0][1].shape[1])
         if data_fit.buffers:
-            with requiring_grad(run.hyperparameters, True):
-                data_fit.add(lambda: self.likelihood_function.statistic(run_model(self.model, x), y))
+            self._add_data_fit(run, data_fit, f, x, y, chunks)
         self.n_outputs = math.prod(f.shape[1:])
         return statistic
+
+    def _add_data_fit(
+        self,
+        run: CurvaturePass,
+        data_fit: DataFitGradient,
+        f: Tensor,
+        x: Inputs,
+        y: Tensor,
+        chunks: Sequence[Chunk] | None,
+    ) -> None:
+        with requiring_grad(run.hyperparameters, True):
+            if chunks is None:
+                data_fit.add(lambda: self.likelihood_function.statistic(run_model(self.model, x), y))
+                return
+            at = f.clone().requires_grad_()
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad(self.likelihood_function.statistic(at, y), at)
+            for some, share in chunks:
+                data_fit.add(lambda some=some, share=share: share * (run_model(self.model, some) * slope).sum())
 
     @torch.no_grad()
     def _columns_at(
@@ -308,37 +287,6 @@ class KronLaplace(BaseLaplace):
         if self.fisher == "exact":
             return statistic, likelihood.columns(at, y, self.column_tolerance)
         return statistic, likelihood.sampled_column(at, y, generator)
-
-    def _add_chunks(
-        self,
-        run: CurvaturePass,
-        data_fit: DataFitGradient,
-        chunks: Sequence[Chunk],
-        x: Inputs,
-        y: Tensor,
-        generator: torch.Generator | None,
-        outputs_of: Callable[[Inputs], Tensor] | None,
-    ) -> Tensor:
-        """:meth:`_add` of data points whose copies have no room together: once through the network for the outputs, and once for all else."""
-
-        def mean(outputs: Callable[[Inputs], Tensor]) -> Tensor:
-            return sum(share * outputs(some) for some, share in chunks)
-
-        with torch.no_grad():
-            f = mean(lambda some: model_outputs(self.model, some))
-        at = f if outputs_of is None else mean(outputs_of).to(f.dtype)
-        statistic, columns = self._columns_at(f, at, y, generator)
-        run.add_chunks(chunks, columns)
-        run.add_per_example(x, columns, chunks[0][0][1].shape[1])
-        if data_fit.buffers:
-            at = f.clone().requires_grad_()
-            with torch.enable_grad():
-                (slope,) = torch.autograd.grad(self.likelihood_function.statistic(at, y), at)
-            with requiring_grad(run.hyperparameters, True):
-                for some, share in chunks:
-                    data_fit.add(lambda some=some, share=share: share * (run_model(self.model, some) * slope).sum())
-        self.n_outputs = math.prod(f.shape[1:])
-        return statistic
 
     def _check_finite(self, statistic: Tensor) -> None:
         sides = [
@@ -353,9 +301,7 @@ class KronLaplace(BaseLaplace):
         for (name, side, _), fine in zip(sides, finite, strict=True):
             if not fine:
                 raise FloatingPointError(
-                    f"fit: the {side} side of the factor of {name!r} is not finite; the layer's "
-                    f"{'inputs' if side == 'input' else 'output gradients'} overflowed or contain nan. Check the "
-                    "data and the parameters, or use float64."
+                    f"fit: the {side} side of the factor of {name!r} is not finite; check the data and the parameters, or use float64."
                 )
         if not likelihood_is:
             raise FloatingPointError(

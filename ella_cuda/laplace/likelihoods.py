@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from numbers import Integral
@@ -14,9 +15,96 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ella_cuda.laplace.link_functions import sigmoid_probabilities, softmax_probabilities
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.nn._autocast import full
+
+LINKS = ("probit", "probit_full", "mc", "bridge", "bridge_norm")
+NOTHING = 100.0  # times the resolution, of the largest variance: less is rounding
+DIAGONAL = ("probit",)  # those that read nothing but variances
+
+
+def softmax_probabilities(link: str, mean: Tensor, covariance: Tensor) -> Tensor:
+    """Approximations of the softmax's mean under ``N(mean, covariance)``.
+
+    Args:
+        link: "probit" scales each logit by its variance; "probit_full" compares every pair of logits by the variance of their difference,
+            so that nothing depends on what is added to all of them; "bridge" is a Dirichlet's mean, "bridge_norm" with its correction of
+            large variances. A Dirichlet needs a variance of every logit, given that logits sum to zero; where one is none beyond rounding,
+            a data point gets "probit_full", of which a warning tells.
+        mean: ``(..., K)``. Classes at minus infinity are masked: they have probability 0, and the link is that of the others.
+        covariance: ``(..., K, K)``, or variances ``(..., K)`` for "probit".
+
+    Returns:
+        ``(..., K)``, sums of one.
+
+    Source: MacKay, "The evidence framework applied to classification networks", 1992 (probit); Hobbhahn, Kristiadi and Hennig, "Fast
+    predictive uncertainty for classification with Bayesian deep networks", UAI 2022 (bridge).
+    """
+    if link == "probit":
+        return torch.softmax(mean * _shrink(covariance), -1)
+    if link == "probit_full":
+        return _pairwise(mean, covariance)
+    return _bridge(mean, covariance, link == "bridge_norm")
+
+
+def sigmoid_probabilities(link: str, mean: Tensor, variance: Tensor) -> Tensor:
+    """The sigmoid's mean under independent Gaussians, by the probit approximation; ``(...)`` each.
+
+    Raises:
+        ValueError: the link is a Dirichlet's, of several classes.
+    """
+    check_choice("link_approx with likelihood='binary'", link, ("probit", "probit_full", "mc"))
+    return torch.sigmoid(mean * _shrink(variance))
+
+
+def _shrink(variance: Tensor) -> Tensor:
+    return 1 / (1 + math.pi / 8 * variance).sqrt()
+
+
+def _pairwise(mean: Tensor, covariance: Tensor) -> Tensor:
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    of_differences = (variances[..., :, None] + variances[..., None, :] - 2 * covariance).clamp(min=0)
+    differences = mean[..., None, :] - mean[..., :, None]  # of the others to each
+    differences = differences.masked_fill((mean == -math.inf)[..., :, None], math.inf)  # of two masked ones it is nan
+    return torch.softmax(-torch.logsumexp(differences * _shrink(of_differences), -1), -1)
+
+
+def _bridge(mean: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
+    given, there = mean, mean > -math.inf
+    classes = there.sum(-1, keepdim=True)
+    mean = mean.masked_fill(~there, 0.0)
+    among = covariance * there[..., :, None] * there[..., None, :]
+    rows = among.sum(-1)
+    whole = rows.sum(-1, keepdim=True)
+    # Condition on logits that sum to zero.
+    mean = mean - rows * mean.sum(-1, keepdim=True) / whole
+    variances = among.diagonal(dim1=-2, dim2=-1)
+    largest = variances.amax(-1, keepdim=True)
+    variances = variances - rows.square() / whole
+    none = ~((variances > NOTHING * torch.finfo(mean.dtype).eps * largest) | ~there).all(-1)
+    told = int((none & (classes[..., 0] > 1)).sum())  # one class alone is certain
+    if told:
+        warnings.warn(
+            f"link_approx: {told} of {none.numel()} predictions have logits without a variance of their own, which a Dirichlet "
+            "needs; these are probit_full's.",
+            stacklevel=2,
+        )
+    variances = variances.masked_fill(none[..., None], 1.0)
+    mean = mean.masked_fill(none[..., None], 0.0)
+    found = _dirichlet(mean, variances, there, classes.clamp(min=2).to(mean.dtype), normalised)
+    return torch.where(none[..., None], _pairwise(given, covariance), found) if none.any() else found
+
+
+def _dirichlet(mean: Tensor, variances: Tensor, there: Tensor, classes: Tensor, normalised: bool) -> Tensor:
+    """Its mean, of logits that sum to zero over the ``classes`` (..., 1) that are ``there``."""
+    if normalised:
+        size = (variances * there).sum(-1, keepdim=True) / classes / (classes / 2).sqrt()
+        mean, variances = mean / size.sqrt(), variances / size
+    # The Dirichlet's parameters are (1 - 2 / K + e^z / K^2) / variance; as logarithms, large logits do not overflow.
+    z = mean + torch.logsumexp((-mean).masked_fill(~there, -math.inf), -1, keepdim=True)
+    logits = torch.logaddexp((1 - 2 / classes).log(), z - 2 * classes.log()) - variances.log()
+    return torch.softmax(logits.masked_fill(~there, -math.inf), -1)
+
 
 SMALLEST_PROBABILITY = 1e-12  # whose logarithm stands for that of zero
 IGNORED = -100  # torch's own default
@@ -117,7 +205,9 @@ class Likelihood(ABC):
         """The loss of a training step, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
         the outputs. ``variance`` is sigma^2, 0-dim, for a likelihood with noise."""
         total = -self.log_prob(full(outputs), targets).sum()
-        return _mean(total / variance if self.has_noise else total, targets)
+        total = total / variance if self.has_noise else total
+        # A tensor's division is exact on every device, which a number's is not.
+        return total / torch.full_like(total, len(targets))
 
     def response(self, outputs: Tensor) -> Tensor:
         """The response at outputs ``(..., K)``, of the same shape, such as probabilities: here the outputs themselves."""
@@ -127,7 +217,7 @@ class Likelihood(ABC):
         """The mean of :meth:`response` under a Gaussian over outputs, ``(N, ..., K)``, of a likelihood with classes.
 
         Args:
-            link: one of :data:`ella_cuda.laplace.link_functions.LINKS` but "mc".
+            link: one of :data:`ella_cuda.laplace.likelihoods.LINKS` but "mc".
             mean: ``(N, ..., K)``.
             covariance: ``(N, ..., K, K)``; variances ``(N, ..., K)`` for a link that takes no others, and where outputs are not coupled.
         """
@@ -269,8 +359,7 @@ class Classification(Likelihood):
             )
         if classes < 2:
             raise ValueError(
-                f"likelihood='classification' needs a model with at least 2 outputs (logits), got {classes}; of one logit use "
-                "likelihood='binary'."
+                f"likelihood='classification' needs at least 2 outputs (logits), got {classes}; of one use likelihood='binary'."
             )
         if targets.shape != expected:
             axis = len(expected)
@@ -281,31 +370,23 @@ class Classification(Likelihood):
             )
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(
-                f"targets: expected integer class indices, got dtype {targets.dtype}; for real targets use "
-                "likelihood='regression'."
+                f"targets: expected integer class indices, got dtype {targets.dtype}; of real targets use likelihood='regression'."
             )
         labels = targets.long().masked_fill(~self._counted(targets), 0)
         # The smallest and the largest: one wait for the device.
         low, high = torch.stack(torch.aminmax(labels)).tolist() if labels.numel() else (0, 0)
         if low < 0 or high >= classes:
             raise ValueError(
-                f"targets: labels must lie in 0..{classes - 1} (the model has {classes} outputs), or be ignore_index = {self.ignore_index}, "
-                f"got {low}..{high}."
+                f"targets: labels must lie in 0..{classes - 1} or be ignore_index = {self.ignore_index}, got {low}..{high}."
             )
 
     def _counted(self, targets: Tensor) -> Tensor:
         """A mask of the labels that count, of the targets' shape."""
         return targets.long() != self.ignore_index
 
-    def _cross_entropy(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        rows, labels = outputs.flatten(0, -2), targets.long().flatten()
-        return F.cross_entropy(rows, labels, reduction="sum", ignore_index=self.ignore_index)
-
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return -self._cross_entropy(outputs, targets)
-
-    def loss(self, outputs: Tensor, targets: Tensor, variance: Tensor) -> Tensor:
-        return _mean(self._cross_entropy(full(outputs), targets), targets)
+        rows, labels = outputs.flatten(0, -2), targets.long().flatten()
+        return -F.cross_entropy(rows, labels, reduction="sum", ignore_index=self.ignore_index)
 
     def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         labels, counted = targets.long(), self._counted(targets)
@@ -539,8 +620,7 @@ class Heteroscedastic(Likelihood):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.dim() != 2 or outputs.shape[1] % 2 or not outputs.shape[1]:
             raise ValueError(
-                "likelihood='heteroscedastic' needs a model with outputs (N, 2K), K means over variances and K times -1/(2 variance), got "
-                f"{tuple(outputs.shape)}."
+                f"likelihood='heteroscedastic' needs outputs (N, 2K), mean / variance and -1 / (2 variance), got {tuple(outputs.shape)}."
             )
         k = outputs.shape[1] // 2
         if targets.shape != (len(outputs), k) and not (k == 1 and targets.shape == outputs.shape[:1]):
@@ -578,11 +658,6 @@ class Heteroscedastic(Likelihood):
         k = torch.arange(sigma.shape[1], device=sigma.device)
         places = torch.stack([k, k + len(k)], 1)
         return _sparse(outputs, torch.cat([first, second], 1), places.repeat(2, 1), tolerance)
-
-
-def _mean(total: Tensor, targets: Tensor) -> Tensor:
-    """Over the data points. A tensor's division is exact on every device, which a number's is not."""
-    return total / torch.full_like(total, len(targets))
 
 
 def _needed(traces: Tensor, tolerance: float) -> int:

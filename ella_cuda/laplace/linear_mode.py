@@ -20,11 +20,10 @@ from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
 from ella_cuda.laplace.evidence import Evidence, data_weight, effective_by_tensor, square_distances
 from ella_cuda.laplace.likelihoods import Regression
-from ella_cuda.laplace.parameters import fingerprint_of, uneven_sum
+from ella_cuda.laplace.parameters import Value, check_choice, fingerprint_of, positive_number, rounding_of, uneven_sum
 from ella_cuda.laplace.state import checked_tensor, require_checksum, with_checksum
 from ella_cuda.laplace.tangent_model import FORMS, TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, fixed_points, mean_log_precisions, put, sums_by_group
-from ella_cuda.laplace.values import Value, check_choice, positive_number, rounding_of
 from ella_cuda.nn._sizes import as_count
 
 SOLVERS = ("auto", "cg", "dual", "newton_cg")
@@ -85,25 +84,6 @@ class LinearMode(NamedTuple):
         return cls(**{**state, **tensors})
 
 
-class Stopping(NamedTuple):
-    """When to stop.
-
-    Attributes:
-        tol: of the residual. passes: over the data, at most.
-    """
-
-    tol: float
-    passes: int
-
-    @classmethod
-    def checked(cls, tol: Value, passes: int) -> Stopping:
-        """ValueError where one is out of range, TypeError where the tolerance is no number."""
-        found = positive_number("fit_linear_mode: tol", tol)
-        if found >= 1:
-            raise ValueError(f"fit_linear_mode: tol must be less than 1, got {tol!r}.")
-        return cls(found, as_count("fit_linear_mode: max_passes", passes))
-
-
 class _Loss:
     """The linearised network's loss over a loader's data, whose passes are counted.
 
@@ -121,9 +101,8 @@ class _Loss:
         self.eps = torch.finfo(self.tangent.point.dtype).eps
         self.weight = data_weight(la).item()
         self.free = la.free_elements
-        sizes = [la.model.get_parameter(name).numel() for name in la.parameter_names]
         precision = la.prior_precision.detach()
-        self.prior = precision.repeat_interleave(torch.tensor(sizes, device=precision.device))
+        self.prior = precision.repeat_interleave(torch.tensor(la.fitted_model.numels, device=precision.device))
         self.mean = la.prior_mean.expand(self.point.shape)
         self.passes = 0
         # Where a gradient was last taken, and the linearised network's outputs there, by batch.
@@ -211,8 +190,7 @@ class _Loss:
             raise FloatingPointError("fit_linear_mode: a product with the curvature is not finite; use float64.")
         if curvature <= 0 and -data > ROUNDED * self.eps * size:
             raise ArithmeticError(
-                f"fit_linear_mode: the likelihood's Hessian must not be negative, got a curvature of {data:.3g}; check log_prob of "
-                f"{self.la.likelihood!r}."
+                f"fit_linear_mode: the Hessian must not be negative, got a curvature of {data:.3g}; check log_prob of {self.la.likelihood!r}."
             )
         return product, max(curvature, 0.0)
 
@@ -290,16 +268,21 @@ def _key(x: Inputs) -> Any:
 def solve(
     la: Evidence,
     loader: Iterable[Any],
-    stopping: Stopping,
+    tol: Value,
     solver: str,
     form: str,
     start: Tensor | None,
-    precondition: bool,
-    checkpoint: str | os.PathLike[str] | None,
-    progress_bar: bool,
+    precondition: bool = True,
+    max_passes: int = 500,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress_bar: bool = False,
 ) -> LinearMode:
     """The linearised network's mode at la's prior precisions and noise; arguments as of
     :meth:`ella_cuda.laplace.KronLaplace.fit_linear_mode`."""
+    tol = positive_number("fit_linear_mode: tol", tol)
+    if tol >= 1:
+        raise ValueError(f"fit_linear_mode: tol must be less than 1, got {tol!r}.")
+    max_passes = as_count("fit_linear_mode: max_passes", max_passes)
     file = _Checkpoint(la, form, checkpoint)
     bars = tqdm(desc="linear mode", unit="pass", disable=not progress_bar, leave=False)
     with file.claimed(), bars as bar, torch.no_grad():
@@ -316,7 +299,7 @@ def solve(
         def covariance(vector: Tensor) -> Tensor:
             return posterior.bmm(vector.to(loss.tangent.point.dtype), -1).double()
 
-        return _newton(loss, theta, covariance, precondition, stopping, file)
+        return _newton(loss, theta, covariance, precondition, tol, max_passes, file)
 
 
 def _chosen(la: Evidence, solver: str, loss: _Loss) -> str:
@@ -340,7 +323,8 @@ def _newton(
     theta: Tensor,
     covariance: Vectors,
     precondition: bool,
-    stopping: Stopping,
+    tol: float,
+    max_passes: int,
     file: _Checkpoint,
 ) -> LinearMode:
     """Newton's method, each step by conjugate gradients; of a regression one step, and more where rounding asks for them."""
@@ -358,17 +342,17 @@ def _newton(
         residual = norm / largest if largest else 0.0
         loss.bar.set_postfix(residual=f"{residual:.1e}")
         file.write(theta, force=True)
-        done = residual <= stopping.tol
+        done = residual <= tol
         # A step is a product and a gradient at least.
-        if done or stalled > 1 or loss.passes + 2 > stopping.passes:
+        if done or stalled > 1 or loss.passes + 2 > max_passes:
             break
         share = 0.0 if quadratic else min(0.5, math.sqrt(residual))
-        aim = max(OVERSHOOT * stopping.tol * largest, share * norm)
-        step = _conjugate(loss, theta, gradient, covariance, precondition, aim, stopping.passes - 1, file)
+        aim = max(OVERSHOOT * tol * largest, share * norm)
+        step = _conjugate(loss, theta, gradient, covariance, precondition, aim, max_passes - 1, file)
         rounding = loss.eps * abs(value)
-        descended = _descended(loss, theta, step, value, torch.dot(gradient, step).item(), rounding, stopping.passes)
+        descended = _descended(loss, theta, step, value, torch.dot(gradient, step).item(), rounding, max_passes)
         if descended is None:
-            rounded = loss.passes < stopping.passes
+            rounded = loss.passes < max_passes
             break
         there, after, (statistic, slope, prior) = descended
         still = after > value - rounding and _norm(slope + prior, covariance) > 0.5 * norm
@@ -380,9 +364,8 @@ def _newton(
     elif stalled > 1 or rounded:
         why = "rounding keeps it there: use model.double(), or a larger tol"
     else:
-        why = f"max_passes={stopping.passes} are over: call again for more, which go on from here"
-    sizes = [la.model.get_parameter(name).numel() for name in la.parameter_names]
-    norms = square_distances(la, dict(zip(la.parameter_names, theta.split(sizes), strict=True)))
+        why = f"max_passes={max_passes} are over: call again for more, which go on from here"
+    norms = square_distances(la, theta.split(la.fitted_model.numels))
     found = torch.tensor(statistic, dtype=torch.float64, device=theta.device)
     return LinearMode(theta.clone(), found, norms, loss.tangent.form, value, residual, loss.passes, why)
 
@@ -408,8 +391,7 @@ def _descended(
             continue
         if loss.tangent.point.dtype == torch.float64:
             raise ArithmeticError(
-                "fit_linear_mode: the loss does not fall along a Newton step, so that log_prob and its derivatives do not belong together; "
-                f"check {loss.la.likelihood!r}."
+                f"fit_linear_mode: the loss rises along a Newton step: its derivatives do not belong together; check {loss.la.likelihood!r}."
             )
         break
     return None
@@ -464,8 +446,7 @@ def _by_kernel(la: Evidence, loss: _Loss) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(kernel)
     if failed:
         raise ArithmeticError(
-            "fit_linear_mode: the kernel of solver='dual' is not positive definite beside the noise, by rounding; use solver='cg', or "
-            "model.double()."
+            "fit_linear_mode: the kernel of solver='dual' is not positive definite by rounding; use solver='cg' or model.double()."
         )
     weights = torch.cholesky_solve((y.double() - h).reshape(-1, 1), factor).view_as(h)
     theta = loss.mean + loss.tangent.vjp(x, weights).double() / loss.prior

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import Inputs, data_points, take
 from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.eigenvalues import workspace
+from ella_cuda.laplace.factors import merged_shapes
 from ella_cuda.laplace.interception import saved_tensors
 from ella_cuda.laplace.second_moment import UnkeptMoment
-from ella_cuda.laplace.ties import merged_shapes
 from ella_cuda.ops._precision import without_autocast
 
 if TYPE_CHECKING:

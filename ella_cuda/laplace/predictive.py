@@ -5,45 +5,33 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, tensors_of
-from ella_cuda.laplace.evidence import data_weight
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.evidence import Evidence, data_weight, linear_fit_of
+from ella_cuda.laplace.factors import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
-from ella_cuda.laplace.likelihoods import Likelihood, unit_columns
-from ella_cuda.laplace.link_functions import DIAGONAL, LINKS
+from ella_cuda.laplace.likelihoods import DIAGONAL, LINKS, unit_columns
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.tangent import ReplacedParameters
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
-from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision, without_autocast
-
-if TYPE_CHECKING:
-    from ella_cuda.laplace.fitted_model import FittedModel
 
 PREDICTIONS, MEANS = ("glm", "nn"), ("network", "linear")
 SAMPLED = 256 << 20  # bytes of samples that go through the network together
 ACTIVATIONS = 16  # numbers that layers make of a number of the inputs, roughly
 
 
-class Predictive:
+class Predictive(Evidence):
     """Predictions of approximations with a Gaussian posterior over parameters: see :class:`ella_cuda.laplace.KronLaplace`."""
 
-    model: nn.Module
-    fitted_model: FittedModel
-    likelihood_function: Likelihood
-    memory_budget: int
-    parameter_names: list[str]
-    prior_precision: Tensor
-    posterior_precision: Posterior
-    linear_fit: Any  # a LinearMode once it was found
     _ways: list[tuple[int, bool | Exception]]  # to derivatives along directions, see TangentModel
     _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
 
@@ -71,7 +59,7 @@ class Predictive:
             pred_type: "glm", or "nn": the network itself at samples of its parameters, with ``link_approx="mc"``; a warning says why not.
             joint: for likelihoods without classes, the covariance of all data points' outputs together.
             link_approx: how class probabilities come from Gaussian logits: "probit", "probit_full" (with covariances), "mc" (samples),
-                "bridge", "bridge_norm"; see :mod:`ella_cuda.laplace.link_functions`. Likelihoods without classes have no link.
+                "bridge", "bridge_norm"; see :mod:`ella_cuda.laplace.likelihoods`. Likelihoods without classes have no link.
             n_samples: of "mc" and "nn".
             diagonal_output: leave covariances between a data point's outputs out, where there are no classes, or of samples ("mc").
             generator: of the samples, on any device; None is torch's global one.
@@ -118,16 +106,12 @@ class Predictive:
         if check_choice("mean", mean, MEANS) == "network":
             return 0.0
         self.fitted_model.require_unchanged()
-        if self.linear_fit is None:
-            raise RuntimeError(
-                "mean='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
-            )
-        x = self.fitted_model.inputs(x)
-        tangent = self._tangent(self.linear_fit.form)
-        if self.linear_fit.form == "simple":
+        found, x = linear_fit_of(self, "mean"), self.fitted_model.inputs(x)
+        tangent = self._tangent(found.form)
+        if found.form == "simple":
             outputs = tangent.outputs(x)  # where they are infinite, a class is masked, and stays so
-            return (tangent.jvp(x, self.linear_fit.theta) - outputs).masked_fill(outputs.isinf(), 0.0)
-        return tangent.jvp(x, self.linear_fit.theta - tangent.point)
+            return (tangent.jvp(x, found.theta) - outputs).masked_fill(outputs.isinf(), 0.0)
+        return tangent.jvp(x, found.theta - tangent.point)
 
     def functional_variance(self, x: Any) -> Tensor:
         """Covariances ``J P^-1 J^T`` of each data point's outputs, ``(N, K, K)``, K the entries of a data point's outputs.
@@ -178,7 +162,6 @@ class Predictive:
             warnings.warn(
                 "pred_type='nn' puts samples of a posterior whose curvature is that of the linearised network into the network itself, which "
                 "underfits (Immer et al., AISTATS 2021); pred_type='glm' is consistent with it.",
-                UserWarning,
                 stacklevel=2,
             )
         return self._sampled(x, pred_type, n_samples, generator)

@@ -257,9 +257,7 @@ def _is_leaf(module: nn.Module) -> bool:
         return False
     if kind or type(module).forward.__module__ == "ella_cuda.models":  # the paper's network has no norms
         return True
-    if isinstance(
-        module, NORM_CLASSES
-    ):  # with a forward of its own, such as one that moves the channels' axis and back
+    if isinstance(module, NORM_CLASSES):  # a forward of its own may move the channels' axis and back
         return False
     held = list(module.parameters(recurse=False))
     return bool(held) and len(held) == len(list(module.parameters()))

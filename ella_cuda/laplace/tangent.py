@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from ella_cuda.laplace.batches import tensors_of
 from ella_cuda.laplace.interception import hookable_modules, hooks
-from ella_cuda.laplace.values import rounding_of
+from ella_cuda.laplace.parameters import rounding_of
 
 Values = dict[str, Tensor]
 

@@ -24,7 +24,7 @@ from ella_cuda.laplace.check_model import (
     require_no_reentrant_checkpoint,
     require_one_function,
 )
-from ella_cuda.laplace.parameters import checked_names, require_no_inference, trainable
+from ella_cuda.laplace.parameters import check_choice, checked_names, require_no_inference, rounding_of, trainable
 from ella_cuda.laplace.tangent import (
     ReplacedParameters,
     Values,
@@ -37,7 +37,6 @@ from ella_cuda.laplace.tangent import (
     push_by_gradients,
 )
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, refusing_reentrant
-from ella_cuda.laplace.values import check_choice, rounding_of
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.ops._precision import without_autocast
 
@@ -129,7 +128,7 @@ class TangentModel:
             ArithmeticError: its gradients are not its derivatives; both errors name the layer.
         """
         x, u = self._inputs(x), self._vectors("u", u)
-        directions = self._split(u.reshape(-1, self.n_params))
+        directions = self._replaced.split(u.reshape(-1, self.n_params))
         with self._running():
             self._try_out(x)
             found = jvp(lambda values: self._run(x, values), dict(self._values), directions, self._way is not False)
@@ -180,7 +179,7 @@ class TangentModel:
             NotImplementedError: a function of the network has no forward mode and is differentiable once.
             ArithmeticError: its gradients are not the transpose of its derivatives along directions; names the layer.
         """
-        x, directions = self._inputs(x), self._split(self._vectors("u", u))
+        x, directions = self._inputs(x), self._replaced.split(self._vectors("u", u))
         with self._running(), torch.enable_grad():
             self._try_out(x)
             leaves, way = self._leaves(), push if self._way else push_by_gradients
@@ -227,18 +226,13 @@ class TangentModel:
                         "layer with max_norm=None, or freeze it with requires_grad_(False)."
                     )
             if not isinstance(found, ValueError):
-                self._require_one_function(
-                    take(x, torch.tensor(some[:2], device=self.device)), generator_states(self.device) != drawn
-                )
+                few, drew = take(x, torch.tensor(some[:2], device=self.device)), generator_states(self.device) != drawn
+                with at_test_time(self.model), torch.no_grad():
+                    if drew or not torch.equal(run_model(self.model, few), run_model(self.model, few)):
+                        require_one_function(self.model, few, drew)
             self.ways.append((len(some), found))
         if isinstance(self._way, Exception):
             raise self._way
-
-    def _require_one_function(self, few: Inputs, drew: bool) -> None:
-        """ValueError where the network draws random numbers."""
-        with at_test_time(self.model), torch.no_grad():
-            if drew or not torch.equal(run_model(self.model, few), run_model(self.model, few)):
-                require_one_function(self.model, few, drew)
 
     @property
     def _way(self) -> bool | Exception | None:
@@ -298,7 +292,3 @@ class TangentModel:
                 f"{got}."
             )
         return value.to(self.device)
-
-    def _split(self, vectors: Tensor) -> Values:
-        """The parts of the vectors by parameter name."""
-        return self._replaced.split(vectors)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ella_cuda.laplace.batches import dict_keys, kept, pair_on, require_loader
+from ella_cuda.laplace.batches import kept, pair_on, require_loader
 from ella_cuda.laplace.evidence import Evidence, effective_by_tensor, evidence_at, mean_at
-from ella_cuda.laplace.link_functions import LINKS
+from ella_cuda.laplace.likelihoods import LINKS
+from ella_cuda.laplace.parameters import as_float64, check_choice
 from ella_cuda.laplace.prior_structure import STRUCTURES, group_indices
-from ella_cuda.laplace.values import as_float64, check_choice
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision
 
@@ -173,7 +173,6 @@ def warn_of_motion(n_steps: int, instead: str = "") -> None:
     """Warn at the line that called optimize_prior_precision that fixed points do not rest; ``instead``: what else to do than to take more."""
     warnings.warn(
         f"optimize_prior_precision: the fixed points do not rest after n_steps={n_steps}; take more{instead}.",
-        UserWarning,
         stacklevel=3,
     )
 
@@ -190,9 +189,8 @@ def grid_search(
     of all the grid's for a batch's inputs."""
     sums, count = torch.zeros(len(grid), dtype=torch.float64, device="cpu"), 0
     seen: list[list[tuple[Any, Tensor]]] = [[] for _ in grid]
-    keys = dict_keys(la.dict_key_x, la.dict_key_y)
     for batch in tqdm(val_loader, desc="grid", disable=not progress_bar, leave=False):
-        x, y = pair_on(batch, la.prior_precision.device, "optimize_prior_precision", keys)
+        x, y = pair_on(batch, la.prior_precision.device, "optimize_prior_precision", la.fitted_model.keys)
         count += len(y)
         for number, predictions in enumerate(predict(x)):
             if loss is None:
@@ -207,15 +205,13 @@ def grid_search(
     finite = values.isfinite()
     if not finite.any():
         raise ValueError(
-            f"optimize_prior_precision: the loss must be finite somewhere on the grid, got {values[0].item()} at its first precision; check "
-            "loss and val_loader."
+            f"optimize_prior_precision: the loss must be finite somewhere on the grid, got {values[0].item()} at first; check loss."
         )
     if not finite.all():
         wrong = ", ".join(f"{v:.3g}" for v in grid[~finite].tolist()[:5])
         warnings.warn(
             f"optimize_prior_precision: the loss is not finite at {int((~finite).sum())} of {len(values)} precisions ({wrong}), which are "
             "left out.",
-            UserWarning,
             stacklevel=3,
         )
     return grid[values.where(finite, math.inf).argmin()]
@@ -261,8 +257,7 @@ def check_arguments(
     check_choice("link_approx", link_approx, LINKS)
     if prior_structure in ("diag", "diagonal"):
         raise ValueError(
-            f"prior_structure={prior_structure!r} has a precision for every parameter, of which there is one for every tensor here; use "
-            "'layerwise'."
+            f"prior_structure={prior_structure!r} has a precision for every parameter, here tensors have one: use 'layerwise'."
         )
     check_choice("prior_structure", prior_structure, STRUCTURES)
     if method == "gridsearch":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ella_cuda.digest import tensors_digest
 from ella_cuda.laplace import TangentModel
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.ops._precision import in_own_precision
 from ella_cuda.tomography.deep_image_prior import Loop, as_image, data_loss, fit_network, require_same

@@ -15,10 +15,10 @@ from torch import nn
 from ella_cuda.laplace.batches import DEFAULT_KEYS
 from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.likelihoods import IGNORED
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.prior_structure import STRUCTURES, PriorStructure
 from ella_cuda.laplace.rules import UNKNOWN
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
-from ella_cuda.laplace.values import check_choice
 from ella_cuda.training.checks import positive, whole
 from ella_cuda.training.learners import HYPER_OPTIMIZERS, STEP_LIMIT, HyperOptimizer, Learner, learner_arguments
 

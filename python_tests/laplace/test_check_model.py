@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ella_cuda.laplace import Dense, FactorShape, FullLaplace, KronLaplace, Rule, register
-from ella_cuda.laplace.values import rounding_of
+from ella_cuda.laplace.parameters import rounding_of
 
 
 def labelled(*shape, images=4):

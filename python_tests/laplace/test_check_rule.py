@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import FactorShape, FullLaplace, KronLaplace, Rule, register
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.factors import Jacobian
 from ella_cuda.laplace.rules import base
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, jvp
 
 from ella_cuda.laplace import FullLaplace, KronLaplace
-from ella_cuda.laplace.link_functions import LINKS
+from ella_cuda.laplace.likelihoods import LINKS
 
 
 def problem(likelihood):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ella_cuda.laplace.link_functions import LINKS, sigmoid_probabilities, softmax_probabilities
+from ella_cuda.laplace.likelihoods import LINKS, sigmoid_probabilities, softmax_probabilities
 
 CLOSED = [link for link in LINKS if link != "mc"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ella_cuda.laplace import FactorShape, KroneckerFactor, KronLaplace, SecondMoment, second_moment
-from ella_cuda.laplace.eigenbases import eigenbases_of
+from ella_cuda.laplace.posterior import eigenbases_of
 from ella_cuda.laplace.second_moment import WHOLE
 
 

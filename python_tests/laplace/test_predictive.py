@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, exact_log_marginal_likelihood
-from ella_cuda.laplace.link_functions import softmax_probabilities
+from ella_cuda.laplace.likelihoods import softmax_probabilities
 from ella_cuda.laplace.predictive import _Moments
 from python_tests.laplace.checks import randomised
 from python_tests.laplace.jacobians import NETWORKS, OwnTanh, dense_jacobians, network

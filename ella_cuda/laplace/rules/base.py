@@ -14,8 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ella_cuda.laplace.call import Call
-from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.factors import FactorShape, Jacobian, KroneckerFactor
 from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.rules.recorded import AddsToMoments, complete, promises, pulls_back
 from ella_cuda.laplace.second_moment import SecondMoment

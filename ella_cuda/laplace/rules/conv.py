@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ella_cuda import ops
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.column_functions import empty_columns, pieces
-from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.factors import FactorShape, Jacobian
 from ella_cuda.laplace.rows import Patches, Rows, patches_of, planes_of, same_circular_patches, side_padding
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import CircularConv2d, SparseConv2d, StridedCircularConv2d

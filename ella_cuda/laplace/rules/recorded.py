@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda.laplace.call import Call
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.factors import Jacobian
 from ella_cuda.laplace.rows import Dense, Rows
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.tangent import by_autograd

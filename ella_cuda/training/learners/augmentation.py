@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.hypergradients import COLUMNS
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.training.checks import positive, warn, whole
 from ella_cuda.training.learners.learner import BufferLearner
 

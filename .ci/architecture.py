@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LAPLACE = ROOT / "ella_cuda/laplace"
 # Lowered as the library gets smaller, never raised.
 BOUNDS = {
-    "lines of ella_cuda/laplace": 15939,
-    "files of ella_cuda/laplace": 58,
-    "floors of imports in ella_cuda/laplace": 10,
+    "lines of ella_cuda/laplace": 15649,
+    "files of ella_cuda/laplace": 51,
+    "floors of imports in ella_cuda/laplace": 9,
     "files of ella_cuda/laplace in a circle": 0,
-    "lines of ella_cuda without papers": 37961,
+    "lines of ella_cuda without papers": 37673,
     "lines of csrc": 16180,
-    "lines of python_tests": 49934,
+    "lines of python_tests": 47892,
     "files of ella_cuda with hooks or modes": 1,
 }
 PASSES = re.compile(

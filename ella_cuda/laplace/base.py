@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import warnings
 from abc import abstractmethod
@@ -107,6 +108,15 @@ class BaseLaplace(Predictive):
     """
 
     _settings: tuple[str, ...]  # attributes that a state must agree on
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the class's signature say the options that its constructor takes by name."""
+        super().__init_subclass__(**kwargs)
+        own = inspect.signature(cls.__init__)
+        named = [p for p in [*own.parameters.values()][1:] if p.kind is not p.VAR_KEYWORD]
+        if len(named) + 1 < len(own.parameters):
+            options = inspect.signature(LaplaceOptions).parameters.values()
+            cls.__signature__ = own.replace(parameters=[*named, *(p.replace(kind=p.KEYWORD_ONLY) for p in options)])
 
     def __init__(
         self,

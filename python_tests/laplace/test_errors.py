@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace, exact_log_marginal_likelihood
 
 
 @pytest.fixture
@@ -252,3 +254,10 @@ def test_functions_without_a_gradient(kind, last, error, message):
     model = nn.Sequential(nn.Linear(3, 2), nn.Sequential(last))
     with pytest.raises(error, match=message):
         kind(model, "regression").fit([(torch.randn(4, 3), torch.randn(4, 2))])
+
+
+@pytest.mark.parametrize("kind", [KronLaplace, DiagLaplace, FullLaplace, SubnetLaplace])
+def test_signatures_say_every_argument(kind):
+    found = inspect.signature(kind).parameters
+    assert {"model", "likelihood", "prior_precision", "memory_budget", "ignore_index"} <= found.keys()
+    assert found["temperature"].default == 1.0 and not any(p.kind is p.VAR_KEYWORD for p in found.values())

@@ -283,6 +283,8 @@ class Patches(Rows):
         return pad(self.values, self.sides, self.padding_mode)
 
     def dense(self) -> Tensor:
+        if self._is_pointwise() and self.images == 1:
+            return self.values.flatten(2).unflatten(1, (self.groups, -1)).permute(0, 3, 1, 2)  # a view
         x, axes = self._padded(), len(self.kernel_size)
         for axis, (k, s, d) in enumerate(zip(self.kernel_size, self.stride, self.dilation, strict=True), start=2):
             x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]

@@ -63,8 +63,9 @@ class FactoredLinear2dRule(Rule):
         """Output rows of all parameters but ``weight_in``, of g ``(K N, D, Y)``."""
         found = {"weight_out": Dense(g[:, None]), "bias_out": Dense(g.sum(1)[:, None, None])}
         if "bias_in" in self.trainable:
-            summed = torch.einsum("rdy,dy->rd", g, weight_out.sum(1))  # the intermediate's gradient, over channels
-            found["bias_in"] = Dense(summed[:, None, None])
+            # The intermediate's gradient, over channels, in parts: einsum copies its operand.
+            parts = [torch.einsum("rdy,dy->rd", part, weight_out.sum(1)) for part in parts_of(g, weight_out)]
+            found["bias_in"] = Dense(torch.cat(parts)[:, None, None])
         return found
 
     def input_gradient(self, gradient: Tensor, call: Call) -> Tensor:

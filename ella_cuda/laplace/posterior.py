@@ -41,10 +41,18 @@ class Eigenbasis(NamedTuple):
         r""":math:`s \lambda \mu + \delta`, ``(G, a, b)``, float64."""
         return scale * self.values_in[:, :, None] * self.values_out[:, None] + prior
 
-    @in_own_precision
     def rotated(self, blocks: Tensor) -> Tensor:
         """``(..., G, a, b)`` into the basis."""
-        blocks = blocks if self.vectors_in is None else self.vectors_in.to(blocks.dtype).mT @ blocks
+        return self.outputs_in(self.inputs_in(blocks))
+
+    @in_own_precision
+    def inputs_in(self, blocks: Tensor) -> Tensor:
+        """The input side alone of ``(..., G, a, b)``."""
+        return blocks if self.vectors_in is None else self.vectors_in.to(blocks.dtype).mT @ blocks
+
+    @in_own_precision
+    def outputs_in(self, blocks: Tensor) -> Tensor:
+        """The output side alone of ``(..., G, a, b)``."""
         return blocks @ _whole(self.vectors_out).to(blocks.dtype)
 
     @in_own_precision
@@ -309,17 +317,27 @@ class KronPosterior(Posterior):
     def _add(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
         outputs, inputs = jacobian.outputs, jacobian.inputs
         given = (basis.values_in, basis.values_out, prior, self.scale)
-        columns, count, positions, _, b = outputs.shape
-        # Rows are rotated where there are fewer of them than the Jacobian has, which is otherwise rotated when it is written out.
-        if inputs is not None and positions <= min(columns * b, inputs.shape[3]):
-            ops.kron_variance_(variance, basis.input_rows_in(inputs), basis.output_rows_in(outputs), *given)
-            return
-        each = columns * basis.values_in.numel() * b * outputs.element_size()
+        if inputs is not None:
+            columns, _, positions, groups, b = outputs.shape
+            a = inputs.shape[3]
+            # Rows are rotated where there are fewer of them than the Jacobian has, which is otherwise rotated when it is written out.
+            early_in, early_out = positions <= columns * b, positions <= a
+            inputs = basis.input_rows_in(inputs) if early_in else inputs
+            outputs = basis.output_rows_in(outputs) if early_out else outputs
+            if early_in and early_out:
+                ops.kron_variance_(variance, inputs, outputs, *given)
+                return
+            each = columns * groups * a * b * outputs.element_size()
+        else:
+            early_in = early_out = False
+            each = outputs[:, :1].numel() * outputs.element_size()
         step = max((ON_CPU if outputs.is_cpu else ELSEWHERE) // max(each, 1), 1)
-        for begin in range(0, count, step):
+        for begin in range(0, outputs.shape[1], step):
             some = slice(begin, begin + step)
             m = _written_out(outputs[:, some], None if inputs is None else inputs[some])  # (K, N, G, a, b)
-            ops.kron_variance_(variance[some], None, basis.rotated(m), *given)
+            m = m if early_in else basis.inputs_in(m)
+            m = m if early_out else basis.outputs_in(m)
+            ops.kron_variance_(variance[some], None, m, *given)
 
     def _add_looked_up(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
         rows, index = without_repeats(jacobian), jacobian.index  # (K, N, T, b), (N, T)

@@ -195,10 +195,10 @@ class StridedCircularConv2dRule(Rule):
     def input_rows(self, x: Tensor) -> dict[str, Rows]:
         return {"weight": same_circular_patches(full(x), self.module.kernel_size)}
 
-    def keep(self, x: Tensor) -> Tensor:
-        return x
+    def keep(self, x: Tensor) -> Tensor | None:
+        return x if self.copies > 1 else None  # components differ between copies
 
-    def output_rows(self, gradient: Tensor, kept: Tensor) -> dict[str, Rows]:
+    def output_rows(self, gradient: Tensor, kept: Tensor | None) -> dict[str, Rows]:
         m, flat = self.module, gradient.flatten(0, 1)
         weight = Sampled(flat, lambda: circular_conv2d_pool_index(kept, m.weight.detach(), m.bias, m.norm))
         return {"weight": weight, "bias": Patches.of_planes(flat)}

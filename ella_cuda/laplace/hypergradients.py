@@ -102,9 +102,8 @@ def evidence_gradient(
 
     Raises:
         RuntimeError: la is not fitted, or the network changed since.
-        ValueError: a name is no buffer's of floating point numbers, or there are none; the loader gives no data; a layer is called twice,
-            shares its weights or is an attention, whose factors are no sums of what one call adds; a module draws random numbers in
-            evaluation mode.
+        ValueError: a name is no buffer's of floating point numbers, or there are none; the loader gives no data; a weight of one layer is
+            the transpose of another's, whose factors are merged; a module draws random numbers in evaluation mode.
         NotImplementedError: torch has no second derivative of a layer, which the message names.
     """
     if group is None:

@@ -91,7 +91,7 @@ class Rows(ABC):
 
     def times(self, weight: float) -> Rows:
         """Every row times a number."""
-        return self if weight == 1 else self.with_values(self.values * weight)
+        return self if weight == 1 else self.with_values(full(self.values) * weight)
 
     def plus(self, other: Rows) -> Rows:
         """Row by row, the sum with those of another call.

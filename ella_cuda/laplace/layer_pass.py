@@ -146,7 +146,7 @@ class Noted(NamedTuple):
 
     Attributes:
         call: the call. arguments: copies of what the layer got, in the graph; what follows may work on the originals in place.
-        rows: input rows over copies, where the layer sees several; the arguments are then there for :meth:`Rule.keep` alone.
+        rows: input rows over copies, where the layer sees several; ``call.kept`` is there then, and no arguments are.
         out: the output.
     """
 
@@ -201,7 +201,6 @@ class GraphPass(LayerPass):
             if noted.rows is None:
                 self.consumer.forward(noted.call, noted.arguments)
             else:
-                noted.call.kept = noted.call.rule.keep(*noted.arguments)
                 self.consumer.add_inputs(noted.call, noted.rows)
         self.consumer.close()
         for noted, gradient in zip(self.noted, gradients, strict=True):
@@ -212,10 +211,11 @@ class GraphPass(LayerPass):
     def node(self, rule: Rule, arguments: Sequence[Any], out: Tensor, place: Place) -> Tensor:
         call = Call(rule, place)
         seen, rows = [batch_first(a, place) if isinstance(a, Tensor) else a for a in arguments], None
+        if place.copies == 1 or rule.keeps():
+            seen = [a.clone() if isinstance(a, Tensor) else a for a in seen]
         if place.copies > 1:
             rows = over_copies(rule.input_rows(*seen), place.copies, mean=True)
-        if rows is None or rule.keeps():
-            seen = [a.clone() if isinstance(a, Tensor) else a for a in seen]
+            call.kept, seen = rule.keep(*seen), []  # at once: a rule may have left there what this call alone has
         tapped = out + self._anchor  # every output has a graph, the first layers' too
         self.noted.append(Noted(call, seen, rows, tapped))
         self._counts[rule] += 1

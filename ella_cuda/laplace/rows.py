@@ -91,7 +91,7 @@ class Rows(ABC):
 
     def times(self, weight: float) -> Rows:
         """Every row times a number."""
-        return self if weight == 1 else self.with_values(self.values * weight)
+        return self if weight == 1 else self.with_values(full(self.values) * weight)
 
     def plus(self, other: Rows) -> Rows:
         """Row by row, the sum with those of another call.
@@ -401,11 +401,11 @@ class Diagonal(Rows):
     def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
         moment.add_diagonal(self.values if alpha == 1 else self.values * alpha, self._count)
 
-    def products(self, groups: int) -> None:
-        return None
+    def products(self, groups: int) -> Tensor:
+        return self.values.double()[:, None, None]
 
     def quadratic(self, matrix: Tensor) -> Tensor:
-        return (matrix[:, 0, 0].to(self.values.dtype) * self.values).sum()
+        return (matrix[:, 0, 0] * self.values).sum()
 
     def dense(self) -> Tensor:
         raise NotImplementedError("Diagonal: sums of squares have no rows.")

@@ -70,6 +70,7 @@ class Rule(AddsToMoments, ABC):
     copies: int = 1
     positions: int = 1
     differentiates: bool = False
+    sees_copies: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -172,7 +173,8 @@ class Rule(AddsToMoments, ABC):
             gradient: K gradients at its output, ``(K, N, ...)``.
         """
         kept, shapes = self.keep(*arguments), self.shapes()
-        inputs, outputs = self.input_rows(*arguments), self.output_rows(gradient, kept)
+        # Of a class that adds to moments, weighted and summed as it is there, no gradients are made.
+        inputs, outputs = self.input_rows(*arguments), self._said("output_rows")(self, gradient, kept)
         return {
             name: Jacobian.of_rows(shapes[name], inputs.get(name), outputs[name], len(gradient))
             for name in self.touched(kept)

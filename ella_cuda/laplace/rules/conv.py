@@ -53,7 +53,10 @@ class Conv2dRule(Rule):
         return {"weight": FactorShape.of_convolution(self.module), "bias": FactorShape.bias(self.module.out_channels)}
 
     def takes_samples(self) -> bool:
-        return not self._same_circular()
+        # A subclass may have methods of its own, which get all positions.
+        own = type(self)
+        mine = own.output_rows is Conv2dRule.output_rows and own.input_gradient is Conv2dRule.input_gradient
+        return mine and not self._same_circular()
 
     def _kernel(self, call: Call) -> Tensor:
         return self.module.weight.detach() if call.kept is None else call.kept
@@ -187,6 +190,8 @@ class StridedCircularConv2dRule(Rule):
     Source: Grosse and Martens, ICML 2016.
     """
 
+    sees_copies = True
+
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
         weight = FactorShape(1, m.in_channels * math.prod(m.kernel_size), m.out_channels, 1)
@@ -207,7 +212,7 @@ class StridedCircularConv2dRule(Rule):
         x, m = arguments[0], self.module
         chosen = circular_conv2d_pool_index(x, m.weight.detach(), m.bias, m.norm)
         sampled = circular_pad2d(x, *(k // 2 for k in m.kernel_size), chosen)
-        shapes, outputs = self.shapes(), self.output_rows(gradient, x)
+        shapes, outputs = self.shapes(), self._said("output_rows")(self, gradient, x)
         inputs = {"weight": Patches(sampled, m.kernel_size, stride=(2, 2))}
         return {
             name: Jacobian.of_rows(shapes[name], inputs.get(name), outputs[name], len(gradient))

@@ -60,6 +60,8 @@ class BilinearRule(Rule):
     exact GGN block, as that of a linear layer.
     """
 
+    sees_copies = True
+
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
         weight = FactorShape(1, m.in1_features * m.in2_features, m.out_features, 1)

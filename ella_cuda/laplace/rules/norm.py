@@ -21,6 +21,8 @@ class ScaleRule(Rule):
     over data of s sᵀ with s the sum over positions of g, the exact block of β. Neither has an input side.
     """
 
+    sees_copies = True
+
     def shapes(self) -> dict[str, FactorShape]:
         size = self._size()
         return {"weight": FactorShape.bias(size), "bias": FactorShape.bias(size)}

@@ -6,9 +6,9 @@ A class of rules may define ``inputs``, ``outputs`` and ``vjp``, which add to th
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,22 +16,13 @@ from torch import Tensor
 
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import Jacobian
-from ella_cuda.laplace.rows import Dense, Rows
+from ella_cuda.laplace.rows import Dense, Diagonal, Patches, Rows
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.tangent import by_autograd
 from ella_cuda.nn._autocast import full
 
 # What a rule has from the start; the rest is what a call left there.
 _OF_THE_RULE = {"module", "name", "resolution", "factors", "trainable", "tied", "lent", "approximation", "copies"}
-# What makes a method's sum larger.
-_WEIGHTS = {
-    "add_patches": "alpha",
-    "add_windows": "alpha",
-    "add_weighted": "weights",
-    "add_counts": "counts",
-    "add_diagonal": "values",
-}
-_RECORDED = (*_WEIGHTS, "count")
 
 
 def complete(kind: Any) -> None:
@@ -43,6 +34,9 @@ def complete(kind: Any) -> None:
             kind.jacobians = _jacobians_by_autograd
     if "outputs" in own or "vjp" in own:
         kind.output_rows = _recorded_outputs
+        base = next(c for c in kind.__mro__ if AddsToMoments in c.__bases__)
+        if _said(kind, "output_rows") is base.output_rows and kind.jacobians is base.jacobians:
+            kind.jacobians = _jacobians_by_autograd
     if "vjp" in own:
         kind.input_gradient, kind.backward = _gradient_of_vjp, _backward_of_vjp
 
@@ -71,18 +65,19 @@ class AddsToMoments:
     def inputs(self, *arguments: Any) -> None:
         """Add the input side of a call."""
         self.kept = self._said("keep")(self, *arguments)
-        for name, rows in self._said("input_rows")(self, *arguments).items():
-            if name in self.factors:
-                self.positions = max(self.positions, rows.mean_over)
-                rows = rows.mean() if self.approximation == "reduce" else rows
-                rows.gram_(self.factors[name].input_moment)
+        found = {n: rows for n, rows in self._said("input_rows")(self, *arguments).items() if n in self.factors}
+        self.positions = max((rows.mean_over for rows in found.values()), default=1)
+        for name, rows in found.items():
+            rows = rows.over_copies(self._copies_seen(), mean=True)
+            rows = rows.mean() if self.approximation == "reduce" else rows
+            rows.gram_(self.factors[name].input_moment)
 
     def outputs(self, gradient: Tensor) -> None:
         """Add the output side, from K gradients at the call's output, ``(K, N, ...)``."""
         self.separate_outputs()
         for name, rows in self._said("output_rows")(self, gradient, self.kept).items():
             if name in self.factors:
-                factor = self.factors[name]
+                factor, rows = self.factors[name], rows.over_copies(self._copies_seen(), mean=False)
                 summed = factor.shape.constant_input or self.approximation == "reduce"
                 rows, alpha = (rows.summed(), 1.0) if summed else (rows, 1 / max(rows.positions, 1))
                 rows.gram_(factor.output_moment, alpha)
@@ -93,12 +88,18 @@ class AddsToMoments:
         call = Call(self, input_shape=input_shape, kept=self.kept)
         return None if input_shape is None else self._said("input_gradient")(self, gradient, call)
 
+    def _copies_seen(self) -> int:
+        """Copies of each data point in what the methods get."""
+        return self.copies if self.sees_copies else 1
+
     def _said(self, method: str) -> Callable[..., Any]:
-        """The method of the nearest class that says rows by itself."""
-        recorded = (_recorded_inputs, _recorded_outputs, _state, _gradient_of_vjp)
-        return next(
-            vars(c)[method] for c in type(self).__mro__ if method in vars(c) and vars(c)[method] not in recorded
-        )
+        return _said(type(self), method)
+
+
+def _said(kind: type, method: str) -> Callable[..., Any]:
+    """The method of the nearest class that says rows by itself."""
+    recorded = (_recorded_inputs, _recorded_outputs, _state, _gradient_of_vjp)
+    return next(vars(c)[method] for c in kind.__mro__ if method in vars(c) and vars(c)[method] not in recorded)
 
 
 class Recorder:
@@ -119,18 +120,43 @@ class Recorder:
     def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
         self.pieces.append((Dense(rows[:, None], blocks), alpha))
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name not in _RECORDED:
-            raise AttributeError(name)
-        signature = inspect.signature(getattr(SecondMoment, name))
+    def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
+        self.pieces.append((_Weighted(rows, weights), 1.0))
 
-        def record(*args: Any, **kwargs: Any) -> None:
-            given = signature.bind(self, *args, **kwargs)
-            given.apply_defaults()
-            _, *named = given.arguments.items()
-            self.pieces.append((_Added(name, dict(named)), 1.0))
+    def add_counts(self, counts: Tensor) -> None:
+        self.add_diagonal(counts, int(counts.sum()))
 
-        return record
+    def add_diagonal(self, values: Tensor, rows: int) -> None:
+        self.pieces.append((Diagonal(values, rows), 1.0))
+
+    def add_windows(
+        self, x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], alpha: float = 1.0
+    ) -> None:
+        self.pieces.append((Patches(x, kernel_size, self._groups(), stride=stride, dilation=dilation), alpha))
+
+    def add_patches(
+        self,
+        x: Tensor,
+        kernel_size: int | tuple[int, int],
+        padding_mode: str = "circular",
+        alpha: float = 1.0,
+        *,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | None = None,
+        dilation: int | tuple[int, int] = 1,
+    ) -> None:
+        kernel, strides, dilations = map(_pair, (kernel_size, stride, dilation))
+        same = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilations, strict=True))
+        pads = same if padding is None else _pair(padding)
+        sides = [(p, p) for p in pads]
+        geometry = {"stride": strides, "dilation": dilations, "sides": sides, "padding_mode": padding_mode}
+        self.pieces.append((_Uncounted(x, kernel, self._groups(), **geometry), alpha))
+
+    def count(self, rows: int) -> None:
+        self.pieces.append((_Count(rows), 1.0))
+
+    def _groups(self) -> int:
+        return self.total.shape[0]
 
     def clone(self, name: str) -> Recorder:
         """Another one with the same pieces, of an output side that is no longer shared."""
@@ -139,25 +165,91 @@ class Recorder:
         return other
 
 
-class _Added(Rows):
-    """What one call of a moment's method adds."""
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, Integral) else tuple(size)
 
-    def __init__(self, method: str, given: dict[str, Any]) -> None:
-        super().__init__(torch.empty(0))
-        self._method, self._given = method, given
+
+class _Uncounted(Patches):
+    """Patches that :meth:`SecondMoment.add_patches` adds: a rule counts them itself."""
+
+    @property
+    def count(self) -> int:
+        return 0
+
+
+class _Weighted(Rows):
+    """Rows whose outer products are weighted entry by entry.
+
+    Args:
+        values: ``(R, d)``.
+        weights: ``(G, d, d)``.
+    """
+
+    def __init__(self, values: Tensor, weights: Tensor) -> None:
+        super().__init__(values)
+        self.weights = weights
 
     @property
     def positions(self) -> int:
         return 1
 
-    def gram_(self, moment: Any, alpha: float = 1.0) -> None:
-        given = dict(self._given)
-        if alpha != 1 and self._method in _WEIGHTS:
-            given[_WEIGHTS[self._method]] = given[_WEIGHTS[self._method]] * alpha
-        getattr(moment, self._method)(**given | given.pop("geometry", {}))
+    @property
+    def count(self) -> int:
+        return self.values.shape[0] * self.weights.shape[2]
+
+    def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
+        moment.add_weighted(self.values, self.weights if alpha == 1 else self.weights * alpha)
+
+    def quadratic(self, matrix: Tensor) -> Tensor:
+        weighted = (matrix * self.weights).sum(0).to(self.values.dtype)
+        return ((self.values @ weighted) * self.values).sum()
+
+    def products(self, groups: int) -> Tensor:
+        rows = self.values.double()
+        return (rows.T @ rows * self.weights).expand(groups, -1, -1)
 
     def dense(self) -> Tensor:
-        raise NotImplementedError(f"SecondMoment.{self._method} adds no rows that are written out.")
+        raise NotImplementedError("SecondMoment.add_weighted adds no rows that are written out.")
+
+    def _alike(self, other: Rows) -> bool:
+        return isinstance(other, _Weighted) and torch.equal(self.weights, other.weights)
+
+
+class _Count(Rows):
+    """Rows that are counted, and added by other means."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(torch.empty(0))
+        self._count = count
+
+    @property
+    def positions(self) -> int:
+        return 1
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
+        moment.count(self._count)
+
+    def quadratic(self, matrix: Tensor) -> Tensor:
+        return matrix.new_zeros(())
+
+    def products(self, groups: int) -> None:
+        return None
+
+    def dense(self) -> Tensor:
+        raise NotImplementedError("SecondMoment.count adds no rows.")
+
+    def plus(self, other: Rows) -> Rows:
+        return self
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def put(self, tensors: Iterator[Tensor]) -> None:
+        return
 
 
 class Recorded(Rows):
@@ -182,22 +274,23 @@ class Recorded(Rows):
 
     @property
     def count(self) -> int:
-        return sum(
-            rows.values.shape[0] if isinstance(rows, Dense) else rows._given.get("rows", 0)
-            for rows, _ in self.pieces
-            if isinstance(rows, Dense) or rows._method == "count"
-        )
+        return sum(rows.count for rows, _ in self.pieces)
 
     def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
         for rows, weight in self.pieces:
             rows.gram_(moment, alpha * weight)
 
     def quadratic(self, matrix: Tensor) -> Tensor:
-        return sum(weight * rows.quadratic(matrix) for rows, weight in self.pieces)
+        return sum((weight * rows.quadratic(matrix) for rows, weight in self.pieces), matrix.new_zeros(()))
+
+    def products(self, groups: int) -> Tensor | None:
+        found = [(rows.products(groups), weight) for rows, weight in self.pieces]
+        terms = [weight * products for products, weight in found if products is not None]
+        return sum(terms[1:], terms[0]) if terms else None
 
     def dense(self) -> Tensor:
-        if not self.pieces or any(rows.blocks is not None for rows, _ in self.pieces):
-            raise NotImplementedError("rows of some of the blocks are not written out.")
+        if not self.pieces or any(type(rows) is not Dense or rows.blocks is not None for rows, _ in self.pieces):
+            raise NotImplementedError("rows that a method did not add as such, or to some blocks, are not written out.")
         return torch.cat([rows.dense() * weight**0.5 for rows, weight in self.pieces])
 
     def summed(self) -> Rows:
@@ -232,12 +325,11 @@ class Recorded(Rows):
         return found
 
     def _written(self) -> list[tuple[Rows, float]]:
-        added = next((rows._method for rows, _ in self.pieces if isinstance(rows, _Added)), "count")
-        if added != "count":
+        if any(isinstance(rows, Diagonal) for rows, _ in self.pieces):
             raise ValueError(
-                f"fit: {self.rule.label}: {type(self.rule).__name__} adds to a factor by {added}(), of which several calls, or copies that "
-                "go through the network in chunks, make no sum. Have the rule use add() or add_to(), take a larger memory_budget, by which "
-                "all copies go together, or freeze the layer."
+                f"fit: {self.rule.label}: {type(self.rule).__name__} adds to a factor by add_counts() or add_diagonal(), of which several "
+                "calls, or copies that go through the network in chunks, make no sum. Have the rule use add() or add_to(), take a larger "
+                "memory_budget, by which all copies go together, or freeze the layer."
             )
         return self.pieces
 
@@ -278,10 +370,9 @@ def _recorders(rule: Any, side: str) -> Iterator[dict[str, Recorder]]:
 
 def _seen(rule: Any, tensors: Any, mean: bool, axis: int) -> list[Any]:
     """Tensors as the rule's methods take them: without reduced precision, and over copies where the rows are linear in them."""
-    kind = type(rule)
-    if not (rule.approximation == "expand" and promises(kind, "takes_reduced", "inputs")):
+    if not (rule.approximation == "expand" and promises(type(rule), "takes_reduced", "inputs")):
         tensors = [full(t) if isinstance(t, Tensor) else t for t in tensors]
-    if rule.copies == 1 or promises(kind, "sees_copies", "inputs"):
+    if rule.copies == rule._copies_seen():
         return list(tensors)
     apart = [t.unflatten(axis, (-1, rule.copies)) if isinstance(t, Tensor) else t for t in tensors]
     return [(t.mean(axis + 1) if mean else t.sum(axis + 1)) if isinstance(t, Tensor) else t for t in apart]

@@ -359,6 +359,8 @@ def without_repeats(jacobian: Jacobian) -> Tensor:
 def sum_of_jacobians(parts: Sequence[Jacobian], groups: int) -> Jacobian:
     """The sum of Jacobians in the same blocks: positions of several calls are positions of one."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     if len({(part.inputs is None, part.index is None, part.blocks) for part in parts}) == 1:
         if first.inputs is None and first.index is None:
             return first._replace(outputs=torch.stack([part.outputs for part in parts]).sum(0))

@@ -1,11 +1,11 @@
-r"""Second derivatives of networks that are chains of layers, for all columns together and without a graph of any column.
+r"""Second derivatives of networks that are chains of layers, all columns together and without a graph of any column.
 
-Wanted is the gradient in a network's inputs of a function :math:`F(\bar a, \bar g, \bar f)` of the layers' mean inputs, the summed gradients
-at their outputs, and the averaged outputs. The gradients g of a column are what goes back through the chain. With
-:math:`v = \partial F / \partial \bar g`, the derivative of :math:`\langle v, g\rangle` is that of the outputs along tangents t: each layer
-adds its v to them, and they go forward through the same linear maps. At a function :math:`\phi` between layers the second derivative adds
-:math:`\phi''(h) \sum_c t_c g_c` to the gradient of F itself, of which there is one for all columns. Autograd would go through the graph of
-every column's gradients for the same numbers.
+What is wanted is the gradient in a network's inputs of a function :math:`F(\bar a, \bar g, \bar f)` of the mean inputs of layers, the summed
+gradients at their outputs and the averaged outputs. The gradients g of a column are what goes back through the chain. With
+:math:`v = \partial F / \partial \bar g` the derivative of :math:`\langle v, g\rangle` is that of the outputs along tangents t that v is added
+to at each layer: they go forward through the same linear maps. Where a function :math:`\phi` is between, its second derivative puts
+:math:`\phi''(h) \sum_c t_c g_c` into the way back of F itself, which there is one of for all columns. Autograd would go through the
+graph of every column's gradients for the same numbers.
 
 Source: Pearlmutter, "Fast exact multiplication by the Hessian", 1994.
 """
@@ -26,62 +26,130 @@ from ella_cuda.laplace.copies import is_changed, is_plain_average
 
 IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)
-INCREASING = (nn.Tanh, nn.ReLU)  # a pool may be computed before these, at fewer positions
+RISING = (nn.Tanh, nn.ReLU)
 LAYERS = (nn.Linear, nn.Conv2d)
+LANES = {"AVX512": 16, "AVX2": 8}  # of a vector of oneDNN's, by what torch says of the processor
+PHASES = (1, 2, 4)  # rows or columns beside each other that may be channels of their own
+WORTH = 0.75  # of a convolution's work, as the positions are to be put in order
 
 
 class Link(ABC):
-    """A module of a chain at the inputs of one pass, ``(N, S, ...)``, S copies of N data points.
-
-    Columns of tangents and gradients are ``(K, N, S, ...)``; tangents that are the same for all copies may be ``(K, N, 1, ...)``.
+    """A module of a chain, or two, at the inputs of one pass, copies ``(N, S, ...)`` of data points. Columns of tangents and gradients are
+    ``(K, N, S, ...)``; tangents that are the same for all copies may be ``(K, N, 1, ...)``.
 
     Attributes:
         out: the output, ``(N, S, ...)``.
+        curved: whether there is a second derivative.
     """
 
     out: Tensor
+    curved: bool = False
 
     @abstractmethod
     def along(self, t: Tensor) -> Tensor:
-        """Tangents at the output of tangents at the input."""
+        """The derivative along tangents at the input."""
 
     @abstractmethod
     def back(self, g: Tensor) -> Tensor:
-        """Gradients at the input of gradients at the output."""
+        """Gradients at the input of those at the output."""
 
     def back_summed(self, g: Tensor) -> Tensor:
         """:meth:`back`, summed over copies, ``(K, N, ...)``."""
         return self.back(g).sum(2)
+
+    def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """What tangents at the input and gradients at the output have together at the input, ``(N, S, ...)``: of their products' sum, its
+        derivative there; and :meth:`along` of the tangents."""
+        raise NotImplementedError
 
 
 class Layer(Link):
     """A linear layer or a convolution."""
 
     def __init__(self, module: nn.Linear | nn.Conv2d, x: Tensor) -> None:
-        self.module, self.shape = module, x.shape
+        self.module, self.shape, m = module, x.shape, module
+        # The transpose of a convolution with the mirrored kernel, where oneDNN is faster by it.
+        self._mirrored = (
+            isinstance(m, nn.Conv2d)
+            and x.is_cpu
+            and m.out_channels > m.in_channels >= 16
+            and m.stride == (1, 1)
+            and m.groups == 1
+            and min(self._reach()) >= 0
+        )
         self.out = module.forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    def _reach(self) -> list[int]:
+        """How far the kernel reaches beyond the padding, along each axis."""
+        m = self.module
+        return [d * (k - 1) - p for k, d, p in zip(m.kernel_size, m.dilation, m.padding, strict=True)]
 
     def along(self, t: Tensor) -> Tensor:
         m, (n, s) = self.module, self.shape[:2]
-        t = t.expand(-1, -1, s, *t.shape[3:])
+        t = t if t.shape[2] == s else t.expand(-1, -1, s, *t.shape[3:])
         if isinstance(m, nn.Linear):
             return F.linear(t, m.weight)
-        found = F.conv2d(t.reshape(-1, *t.shape[3:]), m.weight, None, m.stride, m.padding, m.dilation, m.groups)
+        rows = t.reshape(-1, *t.shape[3:])
+        if self._mirrored:
+            kernel = m.weight.transpose(0, 1).flip(2, 3)
+            found = F.conv_transpose2d(rows, kernel, None, 1, self._reach(), dilation=m.dilation)
+        else:
+            found = F.conv2d(rows, m.weight, None, m.stride, m.padding, m.dilation, m.groups)
         return found.view(-1, n, s, *found.shape[1:])
 
     def back(self, g: Tensor) -> Tensor:
-        m, size = self.module, self.shape[2:]
+        m = self.module
         if isinstance(m, nn.Linear):
             alike = g.stride(2) == 0 and g.shape[2] > 1  # for all copies, as at the outputs
-            return (g[:, :, :1] @ m.weight).expand(-1, -1, g.shape[2], *size) if alike else g @ m.weight
+            return (g[:, :, :1] @ m.weight).expand(-1, -1, g.shape[2], *self.shape[2:]) if alike else g @ m.weight
         rows = g.reshape(-1, *g.shape[3:])
-        reach = [d * (k - 1) - p for k, d, p in zip(m.kernel_size, m.dilation, m.padding, strict=True)]
-        if m.stride == (1, 1) and m.groups == 1 and min(reach) >= 0 and size[1:].numel() <= 2 * g.shape[4:].numel():
-            # With few channels a convolution with the mirrored kernel is several times faster than torch's transpose.
+        pads = self._reach()
+        if (
+            m.stride == (1, 1)
+            and m.groups == 1
+            and min(pads) >= 0
+            and self.shape[3:].numel() <= 2 * g.shape[4:].numel()
+        ):
+            # A convolution with the mirrored kernel, which of few channels is several times faster than torch's transpose of one.
             kernel = m.weight.transpose(0, 1).flip(2, 3)
-            return F.conv2d(rows, kernel, None, 1, reach, m.dilation).view(-1, *self.shape)
-        geometry = (m.stride, m.padding, m.dilation, m.groups)
-        return torch.nn.grad.conv2d_input((len(rows), *size), m.weight, rows, *geometry).view(-1, *self.shape)
+            if (phases := _phases(m, self.shape[3:], rows)) != (1, 1):
+                return _by_phases(rows, kernel, pads, phases).view(-1, *self.shape)
+            return F.conv2d(rows, kernel, None, 1, pads, m.dilation).view(-1, *self.shape)
+        sides = zip(self.shape[3:], m.padding, m.dilation, m.kernel_size, m.stride, g.shape[4:], strict=True)
+        beyond = [size - (d * (k - 1) + 1 + step * (o - 1) - 2 * p) for size, p, d, k, step, o in sides]
+        found = F.conv_transpose2d(rows, m.weight, None, m.stride, m.padding, beyond, m.groups, m.dilation)
+        return found.view(-1, *self.shape)
+
+
+def _phases(module: nn.Conv2d, size: Sequence[int], g: Tensor) -> tuple[int, int]:
+    """Of gradients in a convolution's input, planes of that size: how many rows and columns beside each other are channels of their own.
+
+    OneDNN computes channels by whole vectors, zeros where there are fewer. Positions beside each other as channels fill the vectors, but
+    the kernel must then reach all of them, with zeros in it.
+    """
+    lanes = LANES.get(torch.backends.cpu.get_cpu_capability())
+    if not g.is_cpu or g.dtype != torch.float32 or module.dilation != (1, 1) or lanes is None:
+        return 1, 1
+    kernel, channels = module.kernel_size, module.in_channels
+
+    def work(phases: tuple[int, int]) -> float:  # of a position
+        vectors = -(-channels * phases[0] * phases[1] // lanes)
+        return vectors * (kernel[0] + phases[0] - 1) * (kernel[1] + phases[1] - 1) / (phases[0] * phases[1])
+
+    ways = [(i, j) for i in PHASES for j in PHASES if size[0] % i == 0 == size[1] % j]
+    best = min(ways, key=work)
+    return best if work(best) < WORTH * work((1, 1)) else (1, 1)
+
+
+def _by_phases(x: Tensor, kernel: Tensor, pads: Sequence[int], phases: tuple[int, int]) -> Tensor:
+    """``conv2d(x, kernel, padding=pads)``, whose planes are multiples of the phases."""
+    (down, right), (channels, inputs, high, wide) = phases, kernel.shape
+    moved = kernel.new_zeros(channels, down, right, inputs, high + down - 1, wide + right - 1)
+    for i in range(down):
+        for j in range(right):
+            moved[:, i, j, :, i : i + high, j : j + wide] = kernel
+    found = F.conv2d(x, moved.flatten(0, 2), None, phases, pads).unflatten(1, (channels, down, right))
+    return found.permute(0, 1, 4, 2, 5, 3).flatten(4, 5).flatten(2, 3)
 
 
 class Reshaped(Link):
@@ -99,50 +167,88 @@ class Reshaped(Link):
 
 
 class Pooled(Link):
-    """Largest values of windows of planes, the last two axes."""
+    """Largest values of windows of planes, the last two axes, as they are or of a function of every entry, whose derivatives then count
+    where these are.
 
-    def __init__(self, module: nn.MaxPool2d, x: Tensor) -> None:
+    """
+
+    def __init__(self, module: nn.MaxPool2d, x: Tensor, function: nn.Module | None = None) -> None:
         self.module, self.shape = module, x.shape
-        self.out, self._places = _largest(module, x)
+        rises = isinstance(function, RISING)  # so that its largest values are where its arguments' are
+        whole = None if function is None or rises else Elementwise(function, x)
+        self.out, places = _largest(module, x if whole is None else whole.out)
+        self._whole_places, self._places = places, places.flatten(-2)
+        there = Elementwise(function, self.out) if rises else whole
+        self.curved = there is not None and there.curved
+        self._first = self._second = None
+        if there is not None:
+            self._first = there.first if rises else self._there(there.first[None])[0]
+        if self.curved:
+            self._second = there.second if rises else self._there(there.second[None])[0]
+        if rises:
+            self.out = there.out
+
+    def _there(self, values: Tensor) -> Tensor:
+        """``(K, N, S or 1, ...)`` where the largest values are."""
+        places = self._places.expand(len(values), *self._places.shape)
+        flat = values.flatten(-2).expand(-1, -1, places.shape[2], *values.shape[3:-2], -1)
+        return flat.gather(-1, places).view(len(values), *self.out.shape)
 
     def along(self, t: Tensor) -> Tensor:
-        places = self._places.flatten(-2).expand(len(t), *self.out.shape[:-2], -1)
-        flat = t.flatten(-2).expand(-1, -1, places.shape[2], *t.shape[3:-2], -1)
-        return flat.gather(-1, places).view(len(t), *self.out.shape)
+        return self.along_there(self._there(t))
+
+    def along_there(self, there: Tensor) -> Tensor:
+        """:meth:`along`, of tangents at the largest values, which are changed."""
+        return there if self._first is None else there.mul_(self._first)
 
     def back(self, g: Tensor) -> Tensor:
-        if g.is_cpu:
-            found = g.new_zeros(len(g), *self.shape[:-2], self.shape[-2:].numel())
-            places = self._places.flatten(-2).expand(len(g), *self.out.shape[:-2], -1)
-            return found.scatter_add_(-1, places, g.flatten(-2)).view(-1, *self.shape)
-        m, found = self.module, g.new_empty(len(g), *self.shape)
-        sizes = [list(_pair(size)) for size in (m.kernel_size, m.stride, m.padding, m.dilation)]
-        where = self._places.flatten(0, 1)
-        for of_column, into in zip(g.flatten(1, 2), found.flatten(1, 2), strict=True):
-            torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
-                of_column, into, *sizes, m.ceil_mode, where, grad_input=into
-            )
-        return found
+        return self._spread(g if self._first is None else g * self._first)
 
     def back_summed(self, g: Tensor) -> Tensor:
-        if not g.is_cpu:  # scatter_add_ there adds values that meet in any order
+        if not g.is_cpu:  # where values that meet would be added in any order
             return super().back_summed(g)
+        return self._summed(g if self._first is None else g * self._first)
+
+    def _summed(self, g: Tensor) -> Tensor:
+        """Gradients at the largest values, in the planes of all data points' copies together."""
         n, size, channels = self.shape[0], self.shape[-2:].numel(), self.shape[2:-2]
         planes = torch.arange(n * channels.numel(), device=g.device).view(n, 1, *channels, 1) * size
-        places = (self._places.flatten(-2) + planes).flatten()  # in the planes of all data points
+        places = (self._places + planes).flatten()  # in the planes of all data points
         found = g.new_zeros(len(g), planes.numel() * size)
         found.scatter_add_(1, places.expand(len(g), -1), g.reshape(len(g), -1))
         return found.view(-1, n, *self.shape[2:])
 
+    def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return self.bent_there(self._there(t), g)
+
+    def bent_there(self, there: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`bent`, of tangents at the largest values, which are changed."""
+        return self._spread((_over_columns(there, g) * self._second)[None])[0], there.mul_(self._first)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Values at the largest ones among zeros."""
+        if not values.is_cpu:
+            m, found = self.module, values.new_empty(len(values), *self.shape)
+            sizes = [list(_pair(size)) for size in (m.kernel_size, m.stride, m.padding, m.dilation)]
+            where = self._whole_places.flatten(0, 1)
+            for of_column, into in zip(values.flatten(1, 2), found.flatten(1, 2), strict=True):
+                torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
+                    of_column, into, *sizes, m.ceil_mode, where, grad_input=into
+                )
+            return found
+        found = values.new_zeros(len(values), *self.shape[:-2], self.shape[-2:].numel())
+        places = self._places.expand(len(values), *self._places.shape)
+        return found.scatter_add_(-1, places, values.flatten(-2)).view(-1, *self.shape)
+
 
 def _largest(module: nn.MaxPool2d, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest values of windows of planes ``(N, S, ..., H, W)``, and their flat positions there, the first of equal values."""
+    """The largest values of windows of planes ``(N, S, ..., H, W)``, and where they are in the planes, the first of equal ones."""
     m = module
     kernel, stride, pads, dilation = (_pair(n) for n in (m.kernel_size, m.stride, m.padding, m.dilation))
     if any(pads) or m.ceil_mode or not x.is_cpu:
         found = F.max_pool2d(x.flatten(0, 1), kernel, stride, pads, dilation, m.ceil_mode, return_indices=True)
         return tuple(t.unflatten(0, x.shape[:2]) for t in found)
-    # Tap by tap, where torch's kernel goes window by window. Later taps are farther from the first: the largest distance counts.
+    # One tap after the other; torch's kernel goes through windows. A tap's distance from the first grows, so that the largest one counts.
     sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[-2:], kernel, stride, dilation, strict=True)]
     rows, columns = (
         torch.arange(n, dtype=torch.int32, device=x.device) * s for n, s in zip(sizes, stride, strict=True)
@@ -161,14 +267,10 @@ def _largest(module: nn.MaxPool2d, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Elementwise(Link):
-    """A function of every entry, with its two derivatives.
-
-    Attributes:
-        first, second: the derivatives, ``(N, S, ...)``; no second where it is zero.
-    """
+    """A function of every entry, with its two derivatives."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
-        self.second: Tensor | None = None
+        self.curved = not isinstance(module, nn.ReLU)
         if isinstance(module, nn.Tanh):
             self.out = x.tanh()
             self.first = 1 - self.out * self.out
@@ -190,20 +292,15 @@ class Elementwise(Link):
 
     back = along
 
-    def bent(self, t: Tensor, g: Tensor) -> Tensor:
-        """Derivative at the input, ``(N, S, ...)``, of the summed products of tangents there and gradients from the output."""
-        total = t[0] * g[0]
-        for one, other in zip(t[1:], g[1:], strict=True):  # without the products of all columns
-            total.addcmul_(one, other)
-        return total * self.second
+    def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return _over_columns(t, g) * self.second, self.along(t)
 
 
 class Seen(NamedTuple):
-    """The arguments of F.
+    """What F is a function of.
 
     Attributes:
-        inputs: for each layer the mean over copies, ``(N, ...)``.
-        gradients: for each layer the sum over copies of gradients at its output, ``(K, N, ...)``.
+        inputs: of each layer the mean over copies, ``(N, ...)``. gradients: at its output the sum over copies, ``(K, N, ...)``.
     """
 
     inputs: list[Tensor]
@@ -226,13 +323,12 @@ class Chain:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.layers = [m for m in modules if isinstance(m, LAYERS)]
-        self._modules: list[nn.Module] = []
+        self._parts: list[list[nn.Module]] = []
         for module in modules:
-            last = self._modules[-1:]
-            if isinstance(module, nn.MaxPool2d) and last and isinstance(last[0], INCREASING):
-                self._modules[-1:] = [module, *last]
+            if isinstance(module, nn.MaxPool2d) and self._parts and isinstance(self._parts[-1][-1], ELEMENTWISE):
+                self._parts[-1].append(module)  # a function and the pool behind it
             else:
-                self._modules.append(module)
+                self._parts.append([module])
 
     @torch.no_grad()
     def gradient(
@@ -240,18 +336,19 @@ class Chain:
     ) -> Iterator[Tensor]:
         """The gradient of F in the copies ``(N, s, ...)`` of each chunk, one after the other.
 
-        One chunk goes through the network once. Several go through it in four passes over all chunks: for the averages, the sums of
-        gradients, the tangents at the outputs, and the gradients in copies. What is kept from one chunk to the next has no copies.
+        Of one chunk there is one pass through the network. Of several, each pass goes over all chunks, and begins with each chunk's inputs:
+        for the averages, for the sums of gradients, for tangents at the outputs, and for the gradients in copies. What is kept from one
+        chunk to the next has no copies.
 
         Args:
             chunks: each makes some of the copies of N data points, the same ones in every call.
             columns_of: of the averaged outputs ``(N, ...)``, columns ``(K, N, ...)`` in their graph.
             derivatives: ``(seen, outputs) -> (those of F in seen, that in the outputs)``.
         """
-        whole = [Way(self._modules, chunks[0]())] if len(chunks) == 1 else None
+        whole = [Way(self._parts, chunks[0]())] if len(chunks) == 1 else None
 
         def ways() -> Iterator[Way]:
-            yield from (Way(self._modules, chunk()) for chunk in chunks) if whole is None else whole
+            yield from (Way(self._parts, chunk()) for chunk in chunks) if whole is None else whole
 
         count, sums = 0, None
         for way in ways():
@@ -279,19 +376,19 @@ class Chain:
 
 
 class Way:
-    """The pass of some copies through a chain and back.
+    """Some copies' way through a chain and back.
 
     Args:
-        modules: of the chain.
+        parts: of the chain.
         copies: ``(N, s, ...)``.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], copies: Tensor) -> None:
+    def __init__(self, parts: Sequence[Sequence[nn.Module]], copies: Tensor) -> None:
         self.copies, self._links, self._sums, x = copies.shape[1], [], [], copies
-        for module in modules:
-            if isinstance(module, LAYERS):
+        for part in parts:
+            if isinstance(part[0], LAYERS):
                 self._sums.append(x.sum(1))
-            self._links.append(_link(module, x))
+            self._links.append(_link(part, x))
             x = self._links[-1].out
         self._sums.append(x.sum(1))
         self._first = next(i for i, link in enumerate(self._links) if isinstance(link, Layer))
@@ -299,21 +396,18 @@ class Way:
         self._bent: dict[int, Tensor] = {}
 
     def sums(self) -> list[Tensor]:
-        """Sums over copies of each layer's inputs and of the outputs."""
+        """Over copies, of each layer's inputs and of the outputs."""
         return self._sums
 
     def columns(self, columns: Tensor) -> list[Tensor]:
-        """Take columns ``(K, N, ...)`` at the outputs back to the first layer's output.
-
-        Returns:
-            For each layer the sum over copies at its output, ``(K, N, ...)``. Gradients behind curved functions are kept.
-        """
+        """Columns ``(K, N, ...)`` back to the first layer's output; of each layer, the sum over copies there. What is behind each curved
+        function is kept."""
         links, gradients = self._links, []
         g = columns[:, :, None].expand(-1, -1, self.copies, *columns.shape[2:])
         for i in range(len(links) - 1, self._first, -1):
             if isinstance(links[i], Layer):
                 gradients.insert(0, g.sum(2))
-            elif isinstance(links[i], Elementwise) and links[i].second is not None:
+            elif links[i].curved:
                 self._behind[i] = g
             if i > self._first + 1:
                 g = links[i].back(g)
@@ -321,23 +415,21 @@ class Way:
         return [summed, *gradients]
 
     def tangents(self, at_layers: Sequence[Tensor]) -> Tensor:
-        """Take tangents forward, ``(K, N, ...)`` of which are added at each layer's output.
-
-        Returns:
-            Their sum over copies at the outputs. After :meth:`columns`, derivatives of curved functions are kept in place of gradients.
-        """
+        """Tangents forward, ``(K, N, ...)`` of which are added at each layer's output; their sum over copies at the outputs. Where columns
+        were there before, what they bend is kept in their place."""
         links, added, t = self._links, iter(at_layers), None
         for i in range(self._first, len(links)):
             if i in self._behind:
-                self._bent[i] = links[i].bent(t, self._behind.pop(i))
-            t = None if t is None else links[i].along(t)
+                self._bent[i], t = links[i].bent(t, self._behind.pop(i))
+            else:
+                t = None if t is None else links[i].along(t)
             if isinstance(links[i], Layer):
                 own = next(added)[:, :, None]
                 t = own if t is None else t.add_(own)
         return t.expand(-1, -1, self.copies, *t.shape[3:]).sum(2)
 
     def gradient(self, of_outputs: Tensor, of_inputs: Sequence[Tensor]) -> Tensor:
-        """Gradient in the copies, of derivatives at each copy's outputs and layers' inputs and of the curved functions'."""
+        """In the copies, of what has these derivatives at each copy's outputs and layers' inputs, and of what is bent."""
         links, of_inputs = self._links, list(of_inputs)
         b = of_outputs[None, :, None].expand(1, -1, self.copies, *of_outputs.shape[1:])
         for i in range(len(links) - 1, -1, -1):
@@ -349,20 +441,31 @@ class Way:
         return b[0]
 
 
+def _over_columns(t: Tensor, g: Tensor) -> Tensor:
+    """The sum over columns of products, without these."""
+    total = t[0] * g[0]
+    for one, other in zip(t[1:], g[1:], strict=True):
+        total.addcmul_(one, other)
+    return total
+
+
 def _added(total: list[Tensor] | None, more: list[Tensor]) -> list[Tensor]:
     return more if total is None else [a + b for a, b in zip(total, more, strict=True)]
 
 
-def _link(module: nn.Module, x: Tensor) -> Link:
+def _link(part: Sequence[nn.Module], x: Tensor) -> Link:
+    module = part[0]
     if isinstance(module, LAYERS):
         return Layer(module, x)
     if isinstance(module, nn.MaxPool2d):
         return Pooled(module, x)
-    return Elementwise(module, x) if isinstance(module, ELEMENTWISE) else Reshaped(module, x)
+    if not isinstance(module, ELEMENTWISE):
+        return Reshaped(module, x)
+    return Pooled(part[1], x, module) if len(part) == 2 else Elementwise(module, x)
 
 
 def chain_of(network: nn.Module) -> Chain | None:
-    """The network as a chain; None unless it has known modules alone, each called once, without hooks of a user's."""
+    """The network as a chain; None where it is none of known modules, each called once, without hooks of a user's."""
     modules: list[nn.Module] = []
     if not _add(network, modules) or len(set(modules)) < len(modules):
         return None
@@ -370,7 +473,8 @@ def chain_of(network: nn.Module) -> Chain | None:
 
 
 def chain_of_average(model: AveragedFunction) -> Chain | None:
-    """The averaged network as a chain; None where it is none, or where a subclass or hooks may return other than its outputs' mean."""
+    """The averaged network as a chain; None where it is none, or what the model returns may be other than its outputs' mean: of a subclass,
+    and with hooks."""
     return chain_of(model.network) if is_plain_average(model) else None
 
 

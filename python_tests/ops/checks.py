@@ -6,8 +6,12 @@ import ctypes
 import itertools
 import math
 import mmap
+import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -106,6 +110,52 @@ def close_in_another_order(actual: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(
         actual.double(), exact.double(), rtol=0, atol=30 * torch.finfo(actual.dtype).eps * largest
     )
+
+
+def same_for_any_number_of_threads(call: Callable[[], Any], threads: tuple[int, ...] = (1, 2, 3)) -> None:
+    """A call's tensors to the bit, on the CPU."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for number in threads:
+            torch.set_num_threads(number)
+            results.append(tree_leaves(call()))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def run_by_kernels(capability: str, code: str, folder: Path) -> str:
+    """What a process prints that runs code by the kernels of an ``ATEN_CPU_CAPABILITY``, in a folder beside the tests."""
+    code = f"{code}\nimport ella_cuda\nassert ella_cuda.build_info()['cpu_kernels'] == '{KERNEL_SETS[capability]}'"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_gradients(
+    function: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    exact: Callable[..., Tensor],
+    args: tuple[Tensor, ...],
+    grad: Tensor,
+    compare: Callable[[Tensor, Tensor, Tensor], None] = error_at_most_twice,
+) -> None:
+    """A function's gradients beside those of torch in the same precision and the exact ones in float64."""
+    args = [a.detach().requires_grad_() for a in args]
+    wide = [a.detach().double().requires_grad_() for a in args]
+    ours, theirs = (torch.autograd.grad(f(*args), args, grad) for f in (function, reference))
+    for o, t, e in zip(ours, theirs, torch.autograd.grad(exact(*wide), wide, grad.double()), strict=True):
+        compare(o, t, e)
+
+
+def runs_during(call: Callable[[], Any], *names: str) -> tuple[Any, dict[str, int]]:
+    """The result of a call, and how often ops of these names run during it. A batched op runs itself and, inside, the physical one."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = call()
+    return result, {name: sum(e.name == name for e in profile.events()) for name in names}
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:

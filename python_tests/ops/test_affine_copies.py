@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -331,17 +328,13 @@ def test_maps_that_look_far_outside(device):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_same_numbers_for_any_number_of_threads(shared):
-    results, before = [], torch.get_num_threads()
     given = arguments((7, 5, 5, 20, 30, shared), torch.device("cpu"), torch.float32)
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append((_copies(*given[1:3], None), *_gradients(*given[:3], None, True, True)))
-            results[-1] += _gradients(*given[:3], None, False, True)[1:]
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def results():
+        both = _gradients(*given[:3], None, True, True)
+        return _copies(*given[1:3], None), both, _gradients(*given[:3], None, False, True)[1]
+
+    checks.same_for_any_number_of_threads(results)
 
 
 @pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
@@ -362,8 +355,7 @@ for shape in SHAPES:
                 bound = 1e-3 if dtype == torch.float32 else 1e-11
                 assert (a - e).abs().max() <= bound * max(1, e.abs().max()), (shape, dtype, along is None)
 """
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=beside_the_tests, timeout=300)
+    checks.run_by_kernels(capability, code, beside_the_tests)
 
 
 def test_no_grid_and_no_repeated_image_is_stored():
@@ -373,23 +365,6 @@ def test_no_grid_and_no_repeated_image_is_stored():
     assert checks.peak_bytes(lambda: ops.affine_copies(x, maps)) < 1.2 * size
     assert checks.peak_bytes(lambda: _gradients(grad, x, maps, None, True, True)) < 0.2 * size
     assert checks.peak_bytes(lambda: by_torch(x, maps)) > 2.5 * size
-
-
-@pytest.mark.parametrize(
-    ("x", "maps", "words"),
-    [
-        (torch.zeros(2, 3, 4), torch.zeros(2, 5, 2, 3), "x must have shape"),
-        (torch.zeros(2, 1, 3, 4), torch.zeros(3, 5, 2, 3), "maps must have shape .* with M = N = 2 or M = 1"),
-        (torch.zeros(2, 1, 3, 4), torch.zeros(2, 5, 3, 3), "maps must have shape"),
-        (torch.zeros(2, 1, 3, 4), torch.zeros(2, 5, 2, 3).double(), "maps must have the dtype of x"),
-        (torch.zeros(2, 1, 3, 4).long(), torch.zeros(2, 5, 2, 3), "x must be float32 or float64"),
-        (torch.zeros(()).expand(1, 1, 1 << 16, 1 << 15), torch.zeros(1, 1, 2, 3), "fewer than 2\\^31 pixels"),
-    ],
-)
-def test_errors(x, maps, words, device):
-    for where in (device, "meta"):
-        with pytest.raises(RuntimeError, match=words):
-            ops.affine_copies(x.to(where), maps.to(where))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -280,16 +277,9 @@ def test_empty(size, activation, device):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_same_numbers_for_any_number_of_threads(activation):
-    results, before = [], torch.get_num_threads()
     given = arguments((300, 5, 130, 70), torch.device("cpu"), torch.float32)
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append((*found(*given, activation), *found(*given, activation, activation == "relu")))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    kept = {False, activation == "relu"}
+    checks.same_for_any_number_of_threads(lambda: [found(*given, activation, keeps) for keeps in kept])
 
 
 def test_an_image_does_not_depend_on_its_neighbours(device):
@@ -315,8 +305,7 @@ for shape in SHAPES:
                     largest = max([1.0, *e.abs().flatten().tolist()])
                     assert a.shape == e.shape and ((a - e).abs() <= bound * largest).all(), (shape, dtype, activation)
 """
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=beside_the_tests, timeout=300)
+    checks.run_by_kernels(capability, code, beside_the_tests)
 
 
 def test_activations_are_not_stored():
@@ -327,26 +316,6 @@ def test_activations_are_not_stored():
     assert checks.peak_bytes(lambda: found(grad, x, bank, bias, "tanh")) < 0.25 * numbers
     assert checks.peak_bytes(lambda: found(grad, x, bank, bias, "relu", True)) < 0.25 * numbers
     assert checks.peak_bytes(lambda: ops.averaged_filters_torch(x, bank, bias)) > 0.9 * numbers
-
-
-@pytest.mark.parametrize(
-    ("x", "bank", "bias", "words"),
-    [
-        (torch.zeros(2, 3, 4), torch.zeros(2, 5, 3), None, "x must have shape"),
-        (torch.zeros(2, 4), torch.zeros(2, 5, 3), None, r"bank must have shape \(S, H, D\) = \(\*, \*, 4\)"),
-        (torch.zeros(2, 3), torch.zeros(5, 3), None, "bank must have shape"),
-        (torch.zeros(2, 3), torch.zeros(0, 5, 3), None, "bank must have at least one transform"),
-        (torch.zeros(2, 3), torch.zeros(2, 5, 3).double(), None, "bank must have the dtype of x"),
-        (torch.zeros(2, 3), torch.zeros(2, 5, 3), torch.zeros(4), r"bias must have shape \(H,\) = \(5,\)"),
-        (torch.zeros(2, 3).long(), torch.zeros(2, 5, 3), None, "x must be float32 or float64"),
-    ],
-)
-@pytest.mark.parametrize("activation", ["relu", "identity"])
-def test_errors(x, bank, bias, words, activation, device):
-    for where in (device, "meta"):
-        args = [t if t is None else t.to(where) for t in (x, bank, bias)]
-        with pytest.raises(RuntimeError, match=words):
-            ops.averaged_filters(*args, activation)
 
 
 def test_an_activation_that_there_is_not(device):

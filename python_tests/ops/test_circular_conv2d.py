@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -97,14 +92,8 @@ def test_equals_the_sum_of_rolled_images(shape, dtype, device):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_equal_those_of_rolled_images(shape, dtype, device):
-    args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
-    grad = gradient(shape, device, dtype)
-    ours = torch.autograd.grad(ops.circular_conv2d(*args), args, grad)
-    reference = torch.autograd.grad(ops.circular_conv2d_torch(*args), args, grad)
-    wide = [a.detach().double().requires_grad_() for a in args]
-    exact = torch.autograd.grad(rolled(*wide), wide, grad.double())
-    for o, t, e in zip(ours, reference, exact, strict=True):
-        checks.error_at_most_twice(o, t, e)
+    args, grad = arguments(shape, device, dtype), gradient(shape, device, dtype)
+    checks.check_gradients(ops.circular_conv2d, ops.circular_conv2d_torch, rolled, args, grad)
 
 
 def test_the_direction_of_the_kernel(device):
@@ -204,11 +193,8 @@ def test_vmap_of_gradients_joins_the_batch(wanted):
     def pulled(column: Tensor) -> Tensor:
         return torch.autograd.grad(y, leaf, column, retain_graph=True)[0]
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        batched = torch.func.vmap(pulled)(columns)
-    assert (
-        len([e for e in profile.events() if e.name == f"ella_cuda::{op}"]) == 2
-    )  # the batched call and, inside it, the physical one
+    batched, calls = checks.runs_during(lambda: torch.func.vmap(pulled)(columns), f"ella_cuda::{op}")
+    assert list(calls.values()) == [2]
     checks.assert_same(batched, torch.stack([pulled(c) for c in columns]))
 
 
@@ -244,17 +230,12 @@ def test_compile(device):
 )
 def test_same_numbers_for_any_number_of_threads(shape):
     args = [a.requires_grad_() for a in arguments(shape, torch.device("cpu"), torch.float32)]
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 7, 16):
-            torch.set_num_threads(threads)
-            y = ops.circular_conv2d(*args)
-            results.append((y, *torch.autograd.grad(y.square().sum(), args)))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def results():
+        y = ops.circular_conv2d(*args)
+        return y, *torch.autograd.grad(y.square().sum(), args)
+
+    checks.same_for_any_number_of_threads(results, (1, 2, 3, 7, 16))
 
 
 @pytest.mark.parametrize("shape", [(37, 12, 20, 7, 5, 3, 3), (6, 8, 9, 5, 19, 3, 3), (25, 64, 64, 4, 4, 3, 3)])
@@ -276,7 +257,7 @@ def test_scratch_of_many_weights_does_not_grow_with_the_batch():
 def test_every_set_of_instructions(capability, beside_the_tests):
     """The vectors of each set this processor has, of other lengths than those of the running one."""
     code = """
-import json, torch, ella_cuda
+import torch, ella_cuda
 from python_tests.ops.test_circular_conv2d import SHAPES, arguments, gradient, rolled
 from python_tests.ops.test_one_component import COMPONENT_SHAPES, MANY_WEIGHTS, one_component
 errors = []
@@ -296,35 +277,9 @@ for dtype in (torch.float32, torch.float64):
         for a, e, size in ((y, exact.detach(), summed.detach()), (ours, exact_grad, summed_grad)):
             error = (a.double() - e).abs()
             errors.append(torch.where(error == 0, 0, error / size).max() / torch.finfo(dtype).eps)
-print(json.dumps([ella_cuda.build_info()["cpu_kernels"], torch.stack(errors).max().item()]))
+assert torch.stack(errors).max() < 8, errors  # NaN fails too
 """
-    environ = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, cwd=beside_the_tests, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    name, worst = json.loads(done.stdout.splitlines()[-1])
-    assert name == checks.KERNEL_SETS[capability]
-    assert worst < 8, (name, worst)  # NaN fails too
-
-
-@pytest.mark.parametrize(
-    ("position", "bad", "words"),
-    [
-        (0, lambda t: t[0], "x must have shape"),
-        (1, lambda t: t[:, :-1], "weight must have shape"),
-        (1, lambda t: t[..., :-1], "odd"),
-        (1, lambda t: t[:, :, :0], "odd"),
-        (2, lambda t: t[:-1], "bias must have shape"),
-        (1, lambda t: t.float(), "weight must have the dtype"),
-        (0, lambda t: t.long(), "x must be float32"),
-    ],
-)
-def test_errors_name_the_argument(position, bad, words):
-    args = list(arguments((3, 2, 4, 5, 3, 3, 3), torch.device("cpu")))
-    args[position] = bad(args[position])
-    with pytest.raises(RuntimeError, match=words):
-        ops.circular_conv2d(*args)
+    checks.run_by_kernels(capability, code, beside_the_tests)
 
 
 def test_autocast_leaves_the_precision_alone(device):
@@ -336,14 +291,3 @@ def test_autocast_leaves_the_precision_alone(device):
         result = ops.circular_conv2d(*args)
         again = torch.autograd.grad(result.sum(), args)
     torch.testing.assert_close((result, *again), (expected, *gradients))
-
-
-def test_errors_of_the_weight_gradient():
-    shape = (3, 2, 4, 5, 3, 3, 3)
-    x, grad = arguments(shape, torch.device("cpu"))[0], gradient(shape, torch.device("cpu"))
-    for call, words in (
-        ((grad[:, :, 1:], x, 3, 3), "grad must have shape"),
-        ((grad, x, 2, 3), "kernel must have odd"),
-    ):
-        with pytest.raises(RuntimeError, match=words):
-            torch.ops.ella_cuda.circular_conv2d_weight_grad(*call)

@@ -113,14 +113,9 @@ def test_equals_the_dense_layer(shape, dtype, device):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_equal_the_dense_layers(shape, dtype, device):
-    args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
+    args = arguments(shape, device, dtype)
     grad = torch.randn(shape[0], shape[2], shape[4], dtype=torch.float64).to(device, dtype)
-    ours = torch.autograd.grad(ops.factored_linear(*args), args, grad)
-    reference = torch.autograd.grad(plain_torch(shape, *args), args, grad)
-    wide = [a.detach().double().requires_grad_() for a in args]
-    exact = torch.autograd.grad(dense(*wide), wide, grad.double())
-    for o, t, e in zip(ours, reference, exact, strict=True):
-        checks.error_at_most_twice(o, t, e)
+    checks.check_gradients(ops.factored_linear, lambda *a: plain_torch(shape, *a), dense, args, grad)
 
 
 def test_an_intermediate_larger_than_the_cache(device):
@@ -161,14 +156,8 @@ def test_sums_over_many_images_are_short(share):
     """Numbers of one sign, whose sums grow: partial sums of few terms lose less of them."""
     n, c, d, x, y = {"C": (16384, 40, 4, 8, 8), "C and N": (16384, 12, 4, 8, 8)}[share]
     sizes = ((n, c, x), (d, c, x), (d, c, y), (d,), (y,))
-    args = [torch.rand(s).requires_grad_() for s in sizes]
-    grad = torch.rand(n, d, y)
-    ours = torch.autograd.grad(ops.factored_linear(*args), args, grad)
-    reference = torch.autograd.grad(ops.factored_linear_torch(*args), args, grad)
-    wide = [a.detach().double().requires_grad_() for a in args]
-    exact = torch.autograd.grad(ops.factored_linear_torch(*wide), wide, grad.double())
-    for o, t, e in zip(ours, reference, exact, strict=True):
-        checks.error_at_most_twice(o, t, e)
+    args, plain = tuple(torch.rand(s) for s in sizes), ops.factored_linear_torch
+    checks.check_gradients(ops.factored_linear, plain, plain, args, torch.rand(n, d, y))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
@@ -278,22 +267,15 @@ def test_a_backward_that_reads_what_the_forward_kept(shape, kept, dtype):
         assert torch.equal(doubled[2], 2 * again[2]) and torch.equal(doubled[1], again[1])
 
 
-def calls(call, *names: str) -> dict[str, int]:
-    """How often ops of these names run during a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call()
-    return {name: sum(e.name == name for e in profile.events()) for name in names}
-
-
 def keeping_calls(call, name: str = "factored_linear_backward_keeping") -> int:
     name = f"ella_cuda::{name}"
-    return calls(call, name)[name]
+    return checks.runs_during(call, name)[1][name]
 
 
 def test_the_intermediate_is_kept(device):
     args = [a.requires_grad_() for a in arguments((8, 2, 1, 64, 3), device, torch.float32)]
     names = "ella_cuda::factored_linear_keeping", "ella_cuda::factored_linear_backward_keeping"
-    found = calls(lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args), *names)
+    _, found = checks.runs_during(lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args), *names)
     assert list(found.values()) == [1, 1]
 
 
@@ -408,10 +390,9 @@ def test_vmap_of_the_input_gradient_joins_the_batch(device):
     def input_gradient(column: Tensor) -> Tensor:
         return torch.autograd.grad(y, x, column, retain_graph=True)[0]
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        batched = torch.func.vmap(input_gradient)(columns)
-    calls = [e for e in profile.events() if e.name == "ella_cuda::factored_linear_backward"]
-    assert len(calls) == 2  # the batched call and, inside it, the physical one; a loop over columns would make 1 + 6
+    mapped = torch.func.vmap(input_gradient)
+    batched, calls = checks.runs_during(lambda: mapped(columns), "ella_cuda::factored_linear_backward")
+    assert list(calls.values()) == [2]  # a loop over columns would make 1 + 6
     checks.assert_same(batched, torch.stack([input_gradient(c) for c in columns]))
 
 
@@ -441,17 +422,12 @@ def test_compile(device):
 )
 def test_same_numbers_for_any_number_of_threads(shape):
     args = [a.requires_grad_() for a in arguments(shape, torch.device("cpu"), torch.float32)]
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            y = ops.factored_linear(*args)
-            results.append((y, *torch.autograd.grad(y.square().sum(), args)))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def results():
+        y = ops.factored_linear(*args)
+        return y, *torch.autograd.grad(y.square().sum(), args)
+
+    checks.same_for_any_number_of_threads(results)
 
 
 @pytest.mark.parametrize("channels", [39, 40])  # all threads take a step together, or each its channels
@@ -465,15 +441,8 @@ def test_memory_of_the_backward_has_a_bound(channels):
 
 def test_threads_do_not_write_each_others_sums():
     args = [a.requires_grad_() for a in arguments((32, 80, 6, 5, 33), torch.device("cpu"), torch.float64)]
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, *[4] * 50):
-            torch.set_num_threads(threads)
-            results.append(torch.autograd.grad(ops.factored_linear(*args).sum(), args))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    gradients = lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args)  # noqa: E731
+    checks.same_for_any_number_of_threads(gradients, (1, *[4] * 50))
 
 
 ONE_POSITION = [(3, 2, 4, 1, 5), (3, 2, 4, 5, 1), (2, 3, 2, 1, 1)]
@@ -481,7 +450,7 @@ ONE_POSITION = [(3, 2, 4, 1, 5), (3, 2, 4, 5, 1), (2, 3, 2, 1, 1)]
 
 def products(call) -> tuple[int, bool]:
     """Matrix products by torch during a call, and whether an op of ours runs."""
-    found = calls(call, "aten::addmm", "aten::mm", *(f"ella_cuda::{op}" for op in OURS))
+    _, found = checks.runs_during(call, "aten::addmm", "aten::mm", *(f"ella_cuda::{op}" for op in OURS))
     return found["aten::addmm"] + found["aten::mm"], any(found[f"ella_cuda::{op}"] for op in OURS)
 
 

@@ -228,29 +228,4 @@ def test_opcheck_and_compile(device):
 
 def test_results_do_not_depend_on_threads():
     values = arguments((4200, 300, 140, 2), torch.device("cpu"), torch.float32)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = results(**values)
-        torch.set_num_threads(3)
-        several = results(**values)
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(one[name], several[name]) for name in one)
-
-
-def test_errors(device):
-    values = arguments((2, 3, 4, 2), device)
-    grad, x, u, v, du, dv = values.values()
-    with pytest.raises(RuntimeError, match=r"u must have shape \(X, P\) = \(3, \*\), got \(2, 2\)"):
-        gaussian_project(x, u[:2], v)
-    with pytest.raises(RuntimeError, match=r"v must have shape \(A, P\) = \(\*, 2\), got \(4, 1\)"):
-        gaussian_project(x, u, v[:, :1])
-    with pytest.raises(RuntimeError, match="v must be float64 whatever the dtype of x"):
-        gaussian_project(x, u, v.float())
-    with pytest.raises(RuntimeError, match="x must be float32 or float64"):
-        gaussian_project(x.half(), u, v)
-    with pytest.raises(RuntimeError, match="dv must have shape"):
-        _tangent(x, u, v, du, dv[:2])
-    with pytest.raises(RuntimeError, match="grad must have the dtype of x"):
-        _gradient(grad.float(), x, u, v)
+    checks.same_for_any_number_of_threads(lambda: results(**values), (1, 3))

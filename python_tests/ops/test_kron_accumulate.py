@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -228,14 +226,7 @@ def test_what_lies_around_the_rows_does_not_matter(shape, dtype, device):
 )
 def test_rows_beyond_one_tile_add_up_in_a_fixed_order(shape):
     factor, rows = tensors(shape, torch.device("cpu"), torch.float32)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(ops.kron_accumulate_(factor.clone(), rows))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    checks.same_for_any_number_of_threads(lambda: ops.kron_accumulate_(factor.clone(), rows))
 
 
 def test_a_factor_that_is_not_contiguous_is_refused(device):
@@ -342,9 +333,7 @@ for n, g, d in [(300, 1, 5), (600, 21, 4), (300, 3, 16), (70, 27, 40), (300, 3, 
 
 @pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
 def test_float64_factors_in_every_instruction_set(capability, beside_the_tests):
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    command = [sys.executable, "-c", INSTRUCTION_SETS]
-    subprocess.run(command, check=True, env=environment, cwd=beside_the_tests, timeout=300)
+    checks.run_by_kernels(capability, INSTRUCTION_SETS, beside_the_tests)
 
 
 def test_graphs_are_refused(device):

@@ -155,10 +155,6 @@ def test_scatter_is_the_transpose_of_select(device):
     checks.assert_same((select(x, index) * y).sum(), (x * scatter(y, index)).sum())
 
 
-def test_errors(device):
-    with pytest.raises(RuntimeError, match="even"):
-        ops.polyphase_pool(torch.zeros(1, 1, 3, 4, device=device))
-    with pytest.raises(RuntimeError, match="x"):
-        ops.polyphase_pool(torch.zeros(1, 4, 4, device=device))
+def test_errors_of_the_norm(device):
     with pytest.raises(ValueError, match="norm"):
         ops.polyphase_pool(torch.zeros(1, 1, 4, 4, device=device), 3)

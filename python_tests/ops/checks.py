@@ -46,6 +46,39 @@ class Operands(NamedTuple):
     contiguous: bool = False
 
 
+class Case(NamedTuple):
+    """A differentiable op, of which ``test_conformance.py`` tests what all must satisfy. Modules of tests list theirs in ``DIFFERENTIABLE``.
+
+    Attributes:
+        op: a function of tensors alone.
+        reference: the same in torch.
+        exact: the oracle.
+        make: arguments by shape, device and dtype.
+        small: shapes of derivatives; the first one of transforms too.
+        laid_out, empty, threaded: shapes of arguments in every layout, of nothing, and of sums that threads share.
+        optional: how many of the last arguments may be left out.
+        ways: whether CUDA computes it otherwise, which the fixture ``way`` has on every device.
+    """
+
+    op: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    exact: Callable[..., Tensor]
+    make: Callable[[Any, torch.device, torch.dtype], tuple[Tensor, ...]]
+    small: list[Any]
+    laid_out: list[Any] = []  # noqa: RUF012
+    empty: list[Any] = []  # noqa: RUF012
+    threaded: list[Any] = []  # noqa: RUF012
+    optional: int = 0
+    ways: bool = False
+
+    def calls(self, shape: Any, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+        """Arguments in double precision, all of them and without the optional ones."""
+        args = self.make(shape, device, torch.float64)
+        yield args
+        if self.optional:
+            yield args[: -self.optional]
+
+
 def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:
     """Equal structure and close numbers; NaN never passes."""
     actual, expected = tree_leaves(actual), tree_leaves(expected)
@@ -72,6 +105,8 @@ def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         window = padded[..., 1 : 1 + tensor.shape[-1]]
         window.copy_(tensor)
         yield "rows of a larger tensor", window
+    if tensor.dim() == 4:
+        yield "channels last", tensor.contiguous(memory_format=torch.channels_last)
     if tensor.dim() and tensor.shape[0]:
         yield "first axis expanded", tensor[:1].expand_as(tensor)
 

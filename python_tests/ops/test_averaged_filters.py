@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -51,6 +52,20 @@ def arguments(
     n, s, h, d = shape
     made = torch.randn(n, h), torch.randn(n, d), 2 * torch.randn(s, h, d) / max(d, 1) ** 0.5, torch.randn(h)
     return tuple(t.double().to(device, dtype) for t in made)
+
+
+DIFFERENTIABLE = {
+    f"averaged_filters {activation}": checks.Case(
+        partial(ops.averaged_filters, activation=activation),
+        partial(ops.averaged_filters_torch, activation=activation),
+        partial(ops.averaged_filters_torch, activation=activation),
+        lambda *made: arguments(*made)[1:],
+        small=[(3, 2, 2, 3)],
+        empty=[(0, 2, 3, 4), (2, 2, 0, 4), (0, 1, 0, 0)],
+        optional=1,
+    )
+    for activation in ACTIVATIONS
+}
 
 
 def value_and_slope(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -160,33 +175,16 @@ def test_numbers_that_are_not_finite(device):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_derivatives(activation, biased, device):
+def test_derivatives_of_the_gradients(activation, biased, device):
     grad, *args = arguments((3, 2, 2, 4), device)
     args = tuple(t.requires_grad_() for t in args[: 2 + biased])
     rest = () if biased else (None,)
-    checks.check_derivatives(lambda *a: ops.averaged_filters(*a, *rest, activation), args)
     number = ACTIVATIONS[activation]
     checks.check_derivatives(
         lambda g, *a: _gradients(g, *a, *rest, None, number, True, True, True, False),
         (grad.requires_grad_(), *args),
         second=False,
     )
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_transforms(activation, device):
-    args = arguments((3, 2, 2, 3), device)[1:]
-
-    def ours(*a: Tensor) -> Tensor:
-        return ops.averaged_filters(*a, activation)
-
-    def reference(*a: Tensor) -> Tensor:
-        return ops.averaged_filters_torch(*a, activation)
-
-    checks.check_func_transforms(ours, reference, args)
-    checks.check_vmap(ours, args)
-    checks.check_vmap(lambda x, bank: ops.averaged_filters(x, bank, None, activation), args[:2])
-    checks.check_compile(ours, args)
 
 
 @pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=3)))
@@ -261,18 +259,6 @@ def test_nothing_is_read_past_the_end(shape, dtype):
     given = [checks.before_a_guard_page(t) for t in arguments(shape, torch.device("cpu"), dtype)]
     for keeps in (False, True):
         assert all(torch.isfinite(t).all() for t in found(*given, "relu", keeps))
-
-
-@pytest.mark.parametrize("size", [(0, 2, 3, 4), (2, 2, 0, 4), (0, 1, 0, 0)])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_empty(size, activation, device):
-    n, s, h, d = size
-    leaves = [torch.ones(shape, device=device, requires_grad=True) for shape in ((n, d), (s, h, d), (h,))]
-    for function in (ops.averaged_filters, ops.averaged_filters_torch):
-        y = function(*leaves, activation)
-        assert y.shape == (n, h)
-        for leaf, g in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
-            assert torch.equal(g, torch.zeros_like(leaf))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

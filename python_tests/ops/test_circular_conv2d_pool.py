@@ -70,6 +70,35 @@ def apart(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: float = 2
     return explicit(rolled(x, weight, bias), norm)
 
 
+DIFFERENTIABLE = {
+    "circular_conv2d_pool": checks.Case(
+        ops.circular_conv2d_pool,
+        ops.circular_conv2d_pool_torch,
+        apart,
+        arguments,
+        small=[(2, 2, 3, 4, 2, 3, 3), (3, 2, 3, 4, 2, 3, 3), (2, 2, 3, 4, 2, 1, 3)],
+        laid_out=[(5, 3, 4, 8, 6, 3, 3), (3, 2, 3, 4, 32, 3, 5), (4, 2, 3, 2, 2, 3, 3)],
+        empty=[
+            (0, 2, 3, 4, 6, 3, 3),
+            (2, 0, 3, 4, 6, 3, 3),
+            (2, 3, 0, 4, 6, 3, 3),
+            (2, 3, 4, 0, 6, 3, 3),
+            (2, 3, 4, 6, 0, 3, 3),
+            (2, 0, 3, 4, 32, 3, 3),
+        ],
+        threaded=[
+            (50, 4, 8, 32, 32, 3, 3),
+            (50, 9, 11, 8, 8, 3, 3),
+            (70, 8, 16, 2, 2, 3, 3),
+            (128, 20, 21, 8, 8, 3, 3),
+            MANY_WEIGHTS,
+        ],
+        optional=1,
+        ways=True,
+    )
+}
+
+
 @pytest.mark.parametrize("norm", [1, 2, math.inf])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -126,60 +155,6 @@ def test_the_choice_is_that_of_the_convolution(device):
             torch.testing.assert_close(out, chosen, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 4, 8, 6, 3, 3), (3, 2, 3, 4, 32, 3, 5), (4, 2, 3, 2, 2, 3, 3)])
-@pytest.mark.parametrize("position", range(4))
-def test_every_layout(shape, position, device, way):
-    args = [*arguments(shape, device), pooled_gradient(shape, device)]
-    for _, laid_out in checks.layouts(args[position]):
-        *call, grad = [*args[:position], laid_out, *args[position + 1 :]]
-        leaves = [t.detach().requires_grad_() for t in call]
-        plain = [t.detach().clone().requires_grad_() for t in call]
-        y, exact = ops.circular_conv2d_pool(*leaves), apart(*plain)
-        checks.assert_same(y, exact)
-        checks.assert_same(
-            torch.autograd.grad(y, leaves, grad, retain_graph=True), torch.autograd.grad(exact, plain, grad, True)
-        )
-        checks.assert_same(  # an expanded gradient
-            torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(exact.sum(), plain)
-        )
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (0, 2, 3, 4, 6, 3, 3),
-        (2, 0, 3, 4, 6, 3, 3),
-        (2, 3, 0, 4, 6, 3, 3),
-        (2, 3, 4, 0, 6, 3, 3),
-        (2, 3, 4, 6, 0, 3, 3),
-        (2, 0, 3, 4, 32, 3, 3),
-    ],
-)
-def test_empty(shape, device, way):
-    args = [a.requires_grad_() for a in arguments(shape, device)]
-    y = ops.circular_conv2d_pool(*args)
-    two = ops.polyphase_pool(ops.circular_conv2d(*args))
-    checks.assert_same(y, two)
-    checks.assert_same(torch.autograd.grad(y.sum(), args), torch.autograd.grad(two.sum(), args))
-
-
-def test_derivatives(device, way):
-    shape = (3, 2, 3, 4, 2, 3, 3)
-    args = tuple(a.requires_grad_() for a in arguments(shape, device))
-    checks.check_derivatives(lambda *a: ops.circular_conv2d_pool(*a).sin(), args)
-    checks.check_derivatives(ops.circular_conv2d_pool, args[:2])
-    narrow = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 4, 2, 1, 3), device))
-    checks.check_derivatives(ops.circular_conv2d_pool, narrow)
-
-
-def test_transforms(device, way):
-    args = arguments((2, 2, 3, 4, 2, 3, 3), device)
-    for call in (args, args[:2]):
-        checks.check_func_transforms(ops.circular_conv2d_pool, ops.circular_conv2d_pool_torch, call)
-        checks.check_vmap(ops.circular_conv2d_pool, call, batch=2)
-    checks.check_compile(ops.circular_conv2d_pool, args)
-
-
 def test_derivatives_under_autocast(device, way):
     """Taken inside of it, where torch reduces its own convolutions."""
     args = [a.requires_grad_() for a in arguments((3, 4, 5, 8, 6, 3, 3), device, torch.float32)]
@@ -219,26 +194,6 @@ def test_vmap_of_images_is_one_call():
     together, calls = checks.runs_during(lambda: mapped(batch), "ella_cuda::circular_conv2d_pool")
     assert list(calls.values()) == [2]
     checks.assert_same(together, torch.stack([apart(images, weight, bias) for images in batch]))
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (50, 4, 8, 32, 32, 3, 3),
-        (50, 9, 11, 8, 8, 3, 3),
-        (70, 8, 16, 2, 2, 3, 3),
-        (128, 20, 21, 8, 8, 3, 3),
-        MANY_WEIGHTS,
-    ],
-)
-def test_same_numbers_for_any_number_of_threads(shape):
-    args = [a.requires_grad_() for a in arguments(shape, CPU, torch.float32)]
-
-    def results():
-        y = ops.circular_conv2d_pool(*args)
-        return y, *torch.autograd.grad(y.square().sum(), args)
-
-    checks.same_for_any_number_of_threads(results, (1, 2, 3, 7, 16))
 
 
 @pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)

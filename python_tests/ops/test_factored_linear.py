@@ -100,6 +100,28 @@ def plain_torch(shape: tuple[int, ...], *args: Tensor | None) -> Tensor:
     return dense(*args, dtype=args[0].dtype) if multiplied_out else ops.factored_linear_torch(*args)
 
 
+DIFFERENTIABLE = {
+    "factored_linear": checks.Case(
+        ops.factored_linear,
+        ops.factored_linear_torch,
+        dense,
+        arguments,
+        small=[(2, 2, 3, 3, 2)],
+        laid_out=[(4, 3, 5, 6, 7), (5, 3, 2, 64, 48), *ONE_OUTPUT[:3]],
+        empty=[(0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (64, 0, 3, 99, 5), (2, 3, 0, 4, 5), (2, 3, 4, 0, 5), (2, 3, 4, 5, 0)],
+        threaded=[
+            (64, 8, 16, 40, 24),
+            (150, 8, 6, 40, 24),
+            (150, 41, 6, 5, 33),
+            (67, 110, 8, 32, 224),
+            (35, 110, 160, 33, 8),
+            *ONE_OUTPUT,
+        ],
+        optional=2,
+    )
+}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_the_dense_layer(shape, dtype, device):
@@ -171,38 +193,6 @@ def test_nothing_past_the_end_is_read(shape, dtype):
     ours = _backward(checks.before_a_guard_page(grad), *guarded[:4], *[True] * 5)
     for o, e in zip(ours, _backward(grad, *args[:4], *[True] * 5), strict=True):
         assert torch.equal(o, e)
-
-
-@pytest.mark.parametrize("shape", [(4, 3, 5, 6, 7), (5, 3, 2, 64, 48), *ONE_OUTPUT[:3]])
-@pytest.mark.parametrize("position", range(5))
-def test_every_layout(shape, position, device):
-    args = list(arguments(shape, device))
-    for _, laid_out in checks.layouts(args[position]):
-        call = [*args[:position], laid_out, *args[position + 1 :]]
-        checks.assert_same(ops.factored_linear(*call), dense(*call))
-        leaves = [t.detach().requires_grad_() for t in call]
-        dense_leaves = [t.detach().clone().requires_grad_() for t in call]
-        checks.assert_same(
-            torch.autograd.grad(ops.factored_linear(*leaves).sum(), leaves),  # an expanded gradient
-            torch.autograd.grad(dense(*dense_leaves).sum(), dense_leaves),
-        )
-
-
-@pytest.mark.parametrize(
-    "shape", [(0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (64, 0, 3, 99, 5), (2, 3, 0, 4, 5), (2, 3, 4, 0, 5), (2, 3, 4, 5, 0)]
-)
-def test_empty(shape, device):
-    args = [a.requires_grad_() for a in arguments(shape, device)]
-    result = ops.factored_linear(*args)
-    reference = ops.factored_linear_torch(*args)
-    checks.assert_same(result, reference)
-    checks.assert_same(torch.autograd.grad(result.sum(), args), torch.autograd.grad(reference.sum(), args))
-
-
-def test_derivatives(device):
-    args = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 3, 2), device))
-    checks.check_derivatives(ops.factored_linear, args)
-    checks.check_derivatives(ops.factored_linear, args[:3])
 
 
 def test_derivatives_of_the_backward_op(device):
@@ -370,16 +360,6 @@ def test_another_intermediate_is_refused():
             torch.ops.ella_cuda.factored_linear_backward_keeping(y, *args[:4], wrong, *[True] * 5)
 
 
-def test_func_transforms(device):
-    args = arguments((2, 2, 3, 3, 2), device)
-    checks.check_func_transforms(ops.factored_linear, ops.factored_linear_torch, args)
-    checks.check_func_transforms(ops.factored_linear, ops.factored_linear_torch, args[:3])
-
-
-def test_vmap(device):
-    checks.check_vmap(ops.factored_linear, arguments((2, 3, 4, 5, 2), device), batch=2)
-
-
 def test_vmap_of_the_input_gradient_joins_the_batch(device):
     """The K columns of the generalised Gauss-Newton are such a vmap; it must be one call, not K."""
     args = arguments((3, 2, 4, 5, 3), device)
@@ -403,31 +383,6 @@ def test_opcheck(device):
         torch.library.opcheck(torch.ops.ella_cuda.factored_linear.default, call)
     for mask in ((True,) * 5, (True, False, True, False, True)):
         torch.library.opcheck(torch.ops.ella_cuda.factored_linear_backward.default, (grad, *args[:4], *mask))
-
-
-def test_compile(device):
-    checks.check_compile(ops.factored_linear, arguments((2, 2, 3, 3, 2), device))
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (64, 8, 16, 40, 24),
-        (150, 8, 6, 40, 24),
-        (150, 41, 6, 5, 33),
-        (67, 110, 8, 32, 224),
-        (35, 110, 160, 33, 8),
-        *ONE_OUTPUT,
-    ],
-)
-def test_same_numbers_for_any_number_of_threads(shape):
-    args = [a.requires_grad_() for a in arguments(shape, torch.device("cpu"), torch.float32)]
-
-    def results():
-        y = ops.factored_linear(*args)
-        return y, *torch.autograd.grad(y.square().sum(), args)
-
-    checks.same_for_any_number_of_threads(results)
 
 
 @pytest.mark.parametrize("channels", [39, 40])  # all threads take a step together, or each its channels

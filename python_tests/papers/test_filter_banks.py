@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 from pathlib import Path
 
 import pytest
@@ -199,44 +198,3 @@ def test_plans_follow_the_scale():
     assert len({s.name for s in small}) == len(small) == len(full) == 1 + 8 + 9
     digits = EXPERIMENT.plan(["amounts"], (0,), None, ["digits"])
     assert digits[0].settings["train_size"] == 1437
-
-
-def test_means_and_errors_are_over_seeds():
-    row = {
-        "data": "digits",
-        "task": "plain",
-        "layer": "conv",
-        "image_size": 16,
-        "train_size": 60,
-        "epochs": 3,
-        "filters": 4,
-    }
-    rows = [
-        row | {"copies": 3, "seed": seed, "bound": -1.0, "accuracy": a, "nll": 0.5}
-        for seed, a in enumerate((50.0, 60.0, 64.0))
-    ]
-    text = layers.text(rows)
-    error = statistics.stdev((50.0, 60.0, 64.0)) / 3**0.5
-    assert f"58.0 ± {error:.1f}" in text and "mean ± standard error over seeds 0, 1, 2" in text
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--part", "rings"], "--part must be some of recovery, amounts, layers for filter-banks, got rings"),
-        (["--part", "recovery", "--data", "digits"], "--data is of the parts amounts and layers"),
-        (["--lr", "0.1"], "--lr: of the paper's tables"),
-    ],
-)
-def test_wrong_usage_is_2_and_writes_nothing(args, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "filter-banks", *args]) == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_missing_data_are_a_failure_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "filter-banks", "--part", "amounts", "--data", "mnist"]) == 1
-    assert "MNIST" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

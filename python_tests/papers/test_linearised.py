@@ -108,56 +108,6 @@ def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, mon
     assert "5 done before" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--scale", "0"], "scale must be above 0"),
-        (["--scale", "nan"], "scale must be above 0"),
-        (["--part", "toy", "sweep", "--data", "digits"], "--data is of the parts networks and unet"),
-        (["--part", "rings", "unets"], "invalid choice"),
-        (["--lr", "0.1"], "--lr: of the paper's tables"),
-        (["--row", "conv"], "--row: of the paper's tables"),
-        (["--tensorboard"], "--tensorboard: of the paper's tables"),
-        (["--all"], "--all: of the paper's tables"),
-        (["--device", "tpu"], "device must be"),
-        (["--jobs", "0"], "--jobs"),
-    ],
-)
-def test_wrong_usage_is_2_and_writes_nothing(args, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "linearised", *args]) == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_parts_are_of_this_experiment_alone(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "toy", "--part", "toy"]) == 2
-    assert "--part is of `ella-cuda reproduce linearised`" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("few", "undrawn")
-def test_a_folder_is_resumed_with_its_own_options_alone(tmp_path, capsys):
-    folder = tmp_path / "out"
-    run("linearised", "--part", "toy", *SMALL, "--out", str(folder))
-    for clash, words in (
-        (["--scale", "0.5"], "--scale 0.5 does not fit"),
-        (["--part", "sweep"], "--part sweep does not fit"),
-        (["--seed", "4"], "--seed 4 does not fit"),
-    ):
-        assert cli.main(["reproduce", "--resume", str(folder), *clash]) == 2
-        assert words in capsys.readouterr().err
-    assert cli.main(["reproduce", "linearised", "--out", str(folder)]) == 2
-    assert "holds runs already" in capsys.readouterr().err
-    capsys.readouterr()
-    for command in (["train", "--resume"], ["reproduce", "toy", "--resume"], ["inspect"]):
-        assert cli.main([*command, str(folder)]) == 2
-        assert f"Go on with: ella-cuda reproduce --resume {folder}" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="belongs to other studies"):
-        EXPERIMENT.run(EXPERIMENT.plan(["sweep"]), folder, options={}, progress=False)
-
-
 @pytest.mark.usefixtures("few", "undrawn")
 def test_an_edited_measurement_is_refused(tmp_path, capsys):
     folder = tmp_path / "out"
@@ -401,13 +351,6 @@ def test_networks_are_a_table_beside_the_talks_and_go_on(tmp_path, monkeypatch, 
     assert "2 of 4 networks are done" in (tmp_path / "killed" / "networks.txt").read_text()
     run("--resume", str(tmp_path / "killed"), "--jobs", "1")
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
-
-
-def test_missing_data_are_a_failure_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "linearised", "--part", "networks", "--data", "mnist"]) == 1
-    assert "MNIST" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_order_of_ways_has_ties_where_they_are_printed_alike():

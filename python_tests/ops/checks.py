@@ -6,12 +6,8 @@ import ctypes
 import itertools
 import math
 import mmap
-import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -158,16 +154,6 @@ def same_for_any_number_of_threads(call: Callable[[], Any], threads: tuple[int, 
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-def run_by_kernels(capability: str, code: str, folder: Path) -> str:
-    """What a process prints that runs code by the kernels of an ``ATEN_CPU_CAPABILITY``, in a folder beside the tests."""
-    code = f"{code}\nimport ella_cuda\nassert ella_cuda.build_info()['cpu_kernels'] == '{KERNEL_SETS[capability]}'"
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def check_gradients(

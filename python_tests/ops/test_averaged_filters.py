@@ -274,26 +274,6 @@ def test_an_image_does_not_depend_on_its_neighbours(device):
     checks.assert_same(torch.cat([ops.averaged_filters(row[None], bank, bias) for row in x]), y)
 
 
-@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
-def test_every_set_of_instructions(capability, beside_the_tests):
-    """The vectors of each set this processor has, of other lengths than those of the running one."""
-    code = """
-import torch
-from ella_cuda.ops.averaged_filters import ACTIVATIONS
-from python_tests.ops.test_averaged_filters import SHAPES, arguments, by_sums, found
-for shape in SHAPES:
-    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
-        given = arguments(shape, torch.device("cpu"), dtype)
-        for activation in ACTIVATIONS:
-            wanted = by_sums(*given, activation)
-            for keeps in {False, activation == "relu"}:
-                for a, e in zip(found(*given, activation, keeps), wanted):
-                    largest = max([1.0, *e.abs().flatten().tolist()])
-                    assert a.shape == e.shape and ((a - e).abs() <= bound * largest).all(), (shape, dtype, activation)
-"""
-    checks.run_by_kernels(capability, code, beside_the_tests)
-
-
 def test_activations_are_not_stored():
     """Neither the (N, S, H) numbers nor, with a gradient in the bank, more than its own size and bits of them."""
     x, bank, bias = torch.randn(2048, 64), torch.randn(31, 128, 64), torch.randn(128)

@@ -198,35 +198,6 @@ def test_scratch_of_many_weights_does_not_grow_with_the_batch():
     assert checks.peak_bytes(lambda: weight_grad(x, x, 3, 3)) < 20e6
 
 
-@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
-def test_every_set_of_instructions(capability, beside_the_tests):
-    """The vectors of each set this processor has, of other lengths than those of the running one."""
-    code = """
-import torch, ella_cuda
-from python_tests.ops.test_circular_conv2d import SHAPES, arguments, gradient, rolled
-from python_tests.ops.test_one_component import COMPONENT_SHAPES, MANY_WEIGHTS, one_component
-errors = []
-for dtype in (torch.float32, torch.float64):
-    cases = [(shape, lambda t: t) for shape in SHAPES] + [(shape, one_component) for shape in [*COMPONENT_SHAPES, MANY_WEIGHTS]]
-    for shape, made in cases:
-        x, weight, bias = arguments(shape, torch.device("cpu"), dtype)
-        x, grad = made(x), made(gradient(shape, torch.device("cpu"), dtype))
-        wide = weight.double().requires_grad_()
-        exact = rolled(x, wide, bias)
-        (exact_grad,) = torch.autograd.grad(exact, wide, grad.double())
-        # Rounding is in proportion to what is added up, whatever cancels.
-        summed = rolled(x.abs(), positive := wide.detach().abs().requires_grad_(), bias.abs())
-        (summed_grad,) = torch.autograd.grad(summed, positive, grad.double().abs())
-        ours = torch.ops.ella_cuda.circular_conv2d_weight_grad(grad, x, *shape[5:])
-        y = ella_cuda.ops.circular_conv2d(x, weight, bias)
-        for a, e, size in ((y, exact.detach(), summed.detach()), (ours, exact_grad, summed_grad)):
-            error = (a.double() - e).abs()
-            errors.append(torch.where(error == 0, 0, error / size).max() / torch.finfo(dtype).eps)
-assert torch.stack(errors).max() < 8, errors  # NaN fails too
-"""
-    checks.run_by_kernels(capability, code, beside_the_tests)
-
-
 def test_autocast_leaves_the_precision_alone(device):
     """Torch's convolution, which computes it on CUDA, would be in bfloat16."""
     args = [a.requires_grad_() for a in arguments(SHAPES[0], device, torch.float32)]

@@ -196,36 +196,6 @@ def test_vmap_of_images_is_one_call():
     checks.assert_same(together, torch.stack([apart(images, weight, bias) for images in batch]))
 
 
-@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
-def test_every_set_of_instructions(capability, beside_the_tests):
-    """The vectors of each set this processor has, of other lengths than those of the running one."""
-    code = """
-import torch, ella_cuda
-from python_tests.ops.test_circular_conv2d_pool import CPU, MANY_WEIGHTS, SHAPES, apart, arguments, pooled_gradient, rolled
-errors = []
-for dtype in (torch.float32, torch.float64):
-    for shape in [*SHAPES, MANY_WEIGHTS]:
-        x, weight, bias = arguments(shape, CPU, dtype)
-        grad = pooled_gradient(shape, CPU, dtype)
-        wide = weight.double().requires_grad_()
-        exact = apart(x, wide, bias)
-        (exact_grad,) = torch.autograd.grad(exact, wide, grad.double())
-        # Rounding is in proportion to what is added up, whatever cancels.
-        most = rolled(x.abs(), weight.abs(), bias.abs()).flatten(1).amax(1)[:, None, None, None]
-        positive = wide.detach().abs().requires_grad_()
-        (summed_grad,) = torch.autograd.grad(rolled(x.abs(), positive, bias.abs()), positive,
-                                             grad.double().abs().repeat_interleave(2, 2).repeat_interleave(2, 3))
-        weight.requires_grad_()
-        y = ella_cuda.ops.circular_conv2d_pool(x, weight, bias)
-        (ours,) = torch.autograd.grad(y, weight, grad)
-        for a, e, size in ((y.detach(), exact.detach(), most), (ours, exact_grad, summed_grad)):
-            error = (a.double() - e).abs()
-            errors.append(torch.where(error == 0, 0, error / size).max() / torch.finfo(dtype).eps)
-assert torch.stack(errors).max() < 8, errors  # NaN fails too
-"""
-    checks.run_by_kernels(capability, code, beside_the_tests)
-
-
 def test_what_is_between_is_not_stored():
     """Of 64 images of 64 x 64 pixels, 16 channels: the convolution takes 16 MB, a quarter of it is the result."""
     x, weight, bias = arguments((64, 2, 16, 64, 64, 3, 3), CPU, torch.float32)

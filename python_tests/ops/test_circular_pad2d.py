@@ -145,12 +145,6 @@ def test_same_numbers_for_any_number_of_threads():
     checks.same_for_any_number_of_threads(lambda: circular_fold2d(grad, 1, 1))
 
 
-@pytest.mark.parametrize("size", [(1, 4), (2, 2), (4, 3)])
-def test_errors_of_the_transpose(size, device):
-    with pytest.raises(RuntimeError, match="grad must have a pixel in each direction"):
-        circular_fold2d(torch.zeros(1, 1, *size, device=device), 1, 2)
-
-
 def test_a_convolution_of_stride_two_gives_the_component(device):
     x, weight = torch.randn(6, 3, 4, 8, device=device).double(), torch.randn(2, 3, 3, 5, device=device).double()
     index = choices(6, device)

@@ -264,12 +264,8 @@ def test_results_do_not_depend_on_threads():
 
 
 def test_errors(device):
-    pairs, (norms, u, v) = network(device)
+    pairs, (norms, u, _) = network(device)
     spectra = ops.pack_spectra(pairs)
-    with pytest.raises(RuntimeError, match="square_norms must have shape"):
-        ops.kron_evidence(spectra, norms[1:], u, v)
-    with pytest.raises(RuntimeError, match="log_precision must have the dtype"):
-        ops.kron_evidence(spectra, norms, u.float(), v)
     with pytest.raises(ValueError, match="log_scale must have one element"):
         ops.kron_evidence(spectra, norms, u, u)
     with pytest.raises(ValueError, match="at least one tensor"):

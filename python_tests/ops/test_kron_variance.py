@@ -172,23 +172,6 @@ def test_nothing_past_the_end_is_read_or_written(shape):
         assert torch.equal(found, ops.kron_variance_(zeros, *args, *rest))
 
 
-@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
-def test_every_set_of_instructions(capability, beside_the_tests):
-    """The vectors of each set this processor has, of other lengths than those of the running one."""
-    code = """
-import torch
-from ella_cuda import ops
-from python_tests.ops.test_kron_variance import SHAPES, exact, tensors
-for shape in SHAPES:
-    for dtype in (torch.float32, torch.float64):
-        args = tensors(shape, torch.device("cpu"), dtype)
-        wanted = exact(*args)
-        found = ops.kron_variance_(torch.zeros(wanted.shape, dtype=dtype), *args)
-        assert (found - wanted).abs().max() < 100 * torch.finfo(dtype).eps * wanted.abs().max(), (shape, dtype)
-"""
-    checks.run_by_kernels(capability, code, beside_the_tests)
-
-
 @pytest.mark.parametrize("shape", [SHAPES[6], SHAPES[11]])
 def test_the_same_from_run_to_run(shape, device):
     args = tensors(shape, device, torch.float32)

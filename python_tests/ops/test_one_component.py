@@ -73,18 +73,25 @@ def test_gradients_of_one_polyphase_component(shape, dtype, device):
     checks.check_gradients(ops.circular_conv2d, ops.circular_conv2d_torch, rolled, args, grad)
 
 
-@pytest.mark.parametrize("shape", [(5, 10, 11, 8, 6, 3, 3), (5, 10, 11, 4, 4, 3, 3), (10, 10, 16, 4, 4, 3, 3)])
-def test_every_layout_of_images_of_one_component(shape, device):
-    x, weight, _ = arguments(shape, device)
-    grad = one_component(gradient(shape, device))
-    for _, images in checks.layouts(one_component(x)[1:]):
-        checks.assert_same(ops.circular_conv2d(images, weight), rolled(images, weight))
+@pytest.mark.parametrize(
+    "shape", [(5, 10, 11, 8, 6, 3, 3), (5, 10, 11, 4, 4, 3, 3), (10, 10, 16, 4, 4, 3, 3), (5, 10, 11, 4, 4, 3, 5)]
+)
+def test_every_layout_with_images_of_one_component(shape, device):
+    x, weight, bias = arguments(shape, device)
+    args = one_component(x)[1:], weight, bias
+    for position, argument in enumerate(args):
+        for _, laid_out in checks.layouts(argument):
+            call = [*args[:position], laid_out, *args[position + 1 :]]
+            checks.assert_same(ops.circular_conv2d(*call), rolled(*call))
     if device.type != "cpu":
         return  # the gradient of the weight is torch's
-    for _, laid_out in checks.layouts(grad[1:]):
-        wide = weight.clone().requires_grad_()
-        exact = torch.autograd.grad(rolled(x[1:], wide), wide, laid_out)[0]
-        checks.assert_same(weight_grad(laid_out, x[1:], 3, 3), exact)
+    pair = one_component(gradient(shape, device))[1:], x[1:]
+    for position, argument in enumerate(pair):
+        for _, laid_out in checks.layouts(argument):
+            grad, seen = (laid_out, pair[1]) if position == 0 else (pair[0], laid_out)
+            wide = weight.clone().requires_grad_()
+            exact = torch.autograd.grad(rolled(seen, wide), wide, grad)[0]
+            checks.assert_same(weight_grad(grad, seen, *shape[5:]), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -143,22 +150,6 @@ def test_sizes_without_the_short_cut(shape):
         wide = weight.clone().requires_grad_()
         exact = torch.autograd.grad(rolled(x, wide), wide, images)[0]
         checks.assert_same(weight_grad(images, x, *shape[5:]), exact)
-
-
-@pytest.mark.parametrize("shape", [(5, 10, 11, 8, 6, 3, 5), (5, 10, 11, 4, 4, 3, 5)])
-def test_every_layout_of_what_meets_one_component(shape, device):
-    x, weight, bias = arguments(shape, device)
-    images, grad = one_component(x), one_component(gradient(shape, device))
-    for _, laid_out in checks.layouts(weight):
-        checks.assert_same(ops.circular_conv2d(images, laid_out), rolled(images, laid_out))
-    for _, laid_out in checks.layouts(bias):
-        checks.assert_same(ops.circular_conv2d(images, weight, laid_out), rolled(images, weight, laid_out))
-    if device.type != "cpu":
-        return  # the gradient of the weight is torch's
-    for _, laid_out in checks.layouts(x):
-        wide = weight.clone().requires_grad_()
-        exact = torch.autograd.grad(rolled(laid_out, wide), wide, grad)[0]
-        checks.assert_same(weight_grad(grad, laid_out, 3, 5), exact)
 
 
 @pytest.mark.parametrize("shape", [*COMPONENT_SHAPES, (128, 20, 21, 8, 8, 3, 3), MANY_WEIGHTS])

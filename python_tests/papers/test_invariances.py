@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import MultivariateNormal
 
-from ella_cuda import cli
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import FullLaplace, KronLaplace, evidence_gradient
@@ -21,7 +20,7 @@ from ella_cuda.papers.invariances.sizes import TWO_CORES
 from ella_cuda.papers.studies import study
 from ella_cuda.training.checkpoint import read_checkpoint
 from ella_cuda.training.trainer import MarglikTrainer
-from python_tests.papers.studies import files, run, table
+from python_tests.papers.studies import check_goes_on, run, table
 
 SMALL = ["--data", "digits", "--scale", "0.002", "--jobs", "1", "--device", "cpu"]
 
@@ -112,40 +111,18 @@ def check_sampling(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("few", "undrawn")
-def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, monkeypatch, capsys):
+def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, capsys):
+    def at(name: str):
+        return MarglikTrainer, "epoch", lambda self: self.epochs == 2 and name in self._bar["desc"]
+
+    stops = [
+        (study.Work, "kept", lambda _, name, measured: name == "learned-kron"),
+        at("24-augerino"),
+        at("60-evidence"),
+    ]
     options = ["invariances", "--part", "rings", "subsets", *SMALL, "--seed", "0"]
-    run(*options, "--out", str(tmp_path / "whole"))
+    assert "8 done before" in check_goes_on(options, tmp_path, stops, capsys)
     check_subsets(tmp_path / "whole")
-    capsys.readouterr()
-    killed = str(tmp_path / "killed")
-    measure = study.Work.kept
-
-    def stop_in_the_rings(self, name, measured):
-        if name == "learned-kron":
-            raise KeyboardInterrupt
-        return measure(self, name, measured)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(study.Work, "kept", stop_in_the_rings)
-        assert cli.main(["reproduce", *options, "--out", killed]) == 130
-    assert f"go on with: ella-cuda reproduce --resume {killed}" in capsys.readouterr().err
-    epoch = MarglikTrainer.epoch
-
-    def stop(at: str):
-        def stopping(self):
-            if self.epochs == 2 and at in self._bar["desc"]:
-                raise KeyboardInterrupt
-            return epoch(self)
-
-        return stopping
-
-    for at in ("24-augerino", "60-evidence"):
-        with monkeypatch.context() as patched:
-            patched.setattr(MarglikTrainer, "epoch", stop(at))
-            assert cli.main(["reproduce", "--resume", killed]) == 130
-    run("invariances", "--resume", killed)
-    assert "8 done before" in capsys.readouterr().out
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
 def check_subsets(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -22,7 +23,7 @@ from ella_cuda.papers.linearised import (
 )
 from ella_cuda.papers.studies import study
 from ella_cuda.training.trainer import MarglikTrainer
-from python_tests.papers.studies import files, run, table
+from python_tests.papers.studies import check_goes_on, files, run, table
 
 SMALL = ["--scale", "0.06", "--seed", "0", "--jobs", "1", "--device", "cpu"]
 
@@ -66,45 +67,16 @@ def test_parts_are_tables_and_pictures(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("few", "undrawn")
-def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, monkeypatch, capsys):
-    options = ["linearised", "--part", "toy", "sweep", "stopping", *SMALL]
-    run(*options, "--out", str(tmp_path / "whole"))
-    killed = str(tmp_path / "killed")
-    measure, calls = study.Work.kept, 0
-
-    def stop_at_seventh(self, name, measured):
-        nonlocal calls
-        calls += 1
-        if calls == 6:  # among the toy's
-            raise KeyboardInterrupt
-        return measure(self, name, measured)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(study.Work, "kept", stop_at_seventh)
-        assert cli.main(["reproduce", *options, "--out", killed]) == 130
-    assert f"go on with: ella-cuda reproduce --resume {killed}" in capsys.readouterr().err
-    epoch, epochs = MarglikTrainer.epoch, 0
-
-    def stop_in_training(self):
-        nonlocal epochs
-        epochs += self._steps.marglik_frequency == 2  # of a network that is stopped early
-        if epochs == 6:
-            raise KeyboardInterrupt
-        return epoch(self)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(MarglikTrainer, "epoch", stop_in_training)
-        assert cli.main(["reproduce", "--resume", killed]) == 130
-    before = capsys.readouterr().out
-    assert "5 networks on cpu" in before and "0 done before" in before
-    assert sorted(json.loads((tmp_path / "killed" / "stopping-batch-seed0" / "measured.json").read_text()))[:2] == [
-        "2",
-        "4",
+def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, capsys):
+    kept, epochs = itertools.count(1), itertools.count(1)
+    early = lambda trainer: trainer._steps.marglik_frequency == 2  # noqa: E731
+    stops = [
+        (study.Work, "kept", lambda *_: next(kept) == 6),  # among the toy's
+        (MarglikTrainer, "epoch", lambda trainer: early(trainer) and next(epochs) == 6),  # of one that is stopped early
     ]
-    run("linearised", "--resume", killed)
-    assert "3 done before" in capsys.readouterr().out
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
-    run("--resume", killed)
+    options = ["linearised", "--part", "toy", "sweep", "stopping", *SMALL]
+    assert "3 done before" in check_goes_on(options, tmp_path, stops, capsys)
+    run("--resume", str(tmp_path / "killed"))
     assert "5 done before" in capsys.readouterr().out
 
 

@@ -26,7 +26,7 @@ from ella_cuda.laplace.copies import is_changed, is_plain_average
 
 IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)
-RISING = (nn.Tanh, nn.ReLU)
+INCREASING = (nn.Tanh, nn.ReLU)
 LAYERS = (nn.Linear, nn.Conv2d)
 LANES = {"AVX512": 16, "AVX2": 8}  # of a vector of oneDNN's, by what torch says of the processor
 PHASES = (1, 2, 4)  # rows or columns beside each other that may be channels of their own
@@ -174,7 +174,7 @@ class Pooled(Link):
 
     def __init__(self, module: nn.MaxPool2d, x: Tensor, function: nn.Module | None = None) -> None:
         self.module, self.shape = module, x.shape
-        rises = isinstance(function, RISING)  # so that its largest values are where its arguments' are
+        rises = isinstance(function, INCREASING)  # so that its largest values are where its arguments' are
         whole = None if function is None or rises else Elementwise(function, x)
         self.out, places = _largest(module, x if whole is None else whole.out)
         self._whole_places, self._places = places, places.flatten(-2)

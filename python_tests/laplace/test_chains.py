@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ella_cuda.laplace.chains import INCREASING, Chain, Elementwise, Layer, Pooled, _link
+from ella_cuda.laplace import chains
+from ella_cuda.laplace.chains import Elementwise, Layer, Pooled
 
 N, COPIES, COLUMNS = 2, 3, 2
 
@@ -70,53 +71,75 @@ def test_linear_layers(tokens, alike):
         assert_links(back[k], gradient(m, x, g[k]))
 
 
-FUNCTIONS = [nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_functions(function):
-    x, m = randn(N, COPIES, 2, 7, 8, seed=0).requires_grad_(), function()
-    link = Elementwise(m, x.detach())
-    g, t = randn(COLUMNS, *x.shape, seed=1), randn(COLUMNS, *x.shape, seed=2)
-    assert_links(link.out, m(x))
-    columns = torch.stack([gradient(m, x, c, graph=True) for c in g])
-    assert_links(link.back(g), columns)
-    assert_links(link.along(t), t * torch.autograd.grad(m(x).sum(), x)[0])
-    assert (link.second is None) == (function is nn.ReLU)
-    if link.second is not None:
-        assert_links(link.bent(t, g), torch.autograd.grad((columns * t).sum(), x)[0])
-
-
-@pytest.mark.parametrize("sides", [((2,), {}), ((3, 2), {"padding": 1}), (((2, 3), (1, 4)), {"dilation": (2, 1)})])
-@pytest.mark.parametrize("function", [None, *FUNCTIONS])
-def test_pools_behind_functions(function, sides):
-    """Of values of which many are equal, and zero, the first one counts, as in torch."""
-    x = randn(N, COPIES, 2, 7, 8, seed=0).mul(2).round().requires_grad_()
-    pool = nn.MaxPool2d(*sides[0], **sides[1])
-    whole = nn.Sequential(*([] if function is None else [function()]), pool)
-    links, rows = [], x.detach()
-    for module in Chain([*whole])._modules:
-        links.append(_link(module, rows))
-        rows = links[-1].out
-    assert isinstance(links[-1], Pooled) == (function not in INCREASING)
-    g, t = randn(COLUMNS, *links[-1].out.shape, seed=1), randn(COLUMNS, N, 1, *x.shape[2:], seed=2)
-    assert_links(links[-1].out.flatten(0, 1), whole(x.flatten(0, 1)))
-    back, along = g, t
-    for link in reversed(links):
-        summed, back = link.back_summed(back), link.back(back)
-    for link in links:
-        along = link.along(along)
+@pytest.mark.parametrize(
+    ("sides", "size", "with_avx512", "with_avx2"),
+    [  # channels, kernel, padding, dilation
+        ((1, 6, 5, 2, 1), (28, 28), (4, 4), (2, 4)),
+        ((6, 16, 3, 0, 1), (14, 14), (1, 2), (1, 1)),
+        ((2, 5, (3, 4), (1, 2), 1), (8, 9), (4, 1), (4, 1)),
+        ((3, 8, 3, (2, 1), 1), (6, 4), (2, 2), (1, 2)),
+        ((3, 8, 3, 1, 1), (7, 9), (1, 1), (1, 1)),
+        ((3, 8, 3, 2, 2), (6, 4), (1, 1), (1, 1)),
+        ((16, 17, 3, 1, 1), (8, 8), (1, 1), (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])
+def test_positions_as_channels(sides, size, with_avx512, with_avx2, capability, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    into, outs, kernel, padding, dilation = sides
+    m = nn.Conv2d(into, outs, kernel, 1, padding, dilation)
+    x = randn(N, COPIES, into, *size, seed=0)
+    with torch.no_grad():
+        link = Layer(m, x.float())
+        g = randn(COLUMNS, *link.out.shape, seed=1)
+        back = link.back(g.float())
+    phases = chains._phases(m, size, g.float())
+    assert phases == {"AVX512": with_avx512, "AVX2": with_avx2, "DEFAULT": (1, 1)}[capability]
     for k in range(COLUMNS):
-        assert_links(back[k], gradient(whole, x, g[k]))
-        tangent = t[k].expand(x.shape).flatten(0, 1)
-        _, expected = torch.func.jvp(whole, (x.detach().flatten(0, 1),), (tangent,))
-        assert_links(along[k].flatten(0, 1), expected)
-    assert_links(summed, back.sum(2))
+        expected = gradient(m.double(), x.requires_grad_(), g[k])
+        torch.testing.assert_close(back[k], expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def smooth(pool: nn.Module | None, function: nn.Module, link: Elementwise | Pooled, x: Tensor) -> None:
+    """A link's derivatives, both of them, beside autograd's."""
+    g, t = randn(COLUMNS, *link.out.shape, seed=1), randn(COLUMNS, *x.shape, seed=2)
+
+    def both(rows: Tensor) -> Tensor:
+        return function(rows) if pool is None else pool(function(rows))
+
+    assert_links(link.out.flatten(0, 1), both(x.flatten(0, 1)))
+    columns = [gradient(both, x, c, graph=True) for c in g]
+    assert_links(link.back(g), torch.stack(columns))
+    assert_links(link.back_summed(g), torch.stack(columns).sum(2))
+    products = sum((c * d).sum() for c, d in zip(columns, t, strict=True))
+    _, along = torch.func.jvp(
+        lambda rows: both(rows.flatten(0, 1)).unflatten(0, x.shape[:2]), (x.detach(),), (t[0].clone(),)
+    )
+    assert_links(link.along(t)[0], along)
+    if link.curved:
+        bent, further = link.bent(t, g)
+        assert_links(bent, torch.autograd.grad(products, x)[0])
+        assert_links(further, link.along(t))
+
+
+@pytest.mark.parametrize("pool", [None, ((2,), {}), ((3, 2), {"padding": 1}), (((2, 3), (1, 4)), {"dilation": (2, 1)})])
+@pytest.mark.parametrize(
+    "function", [None, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish]
+)
+def test_functions_and_pools_behind(function, pool):
+    """At values of which many are equal, and zero: what counts is the first one, as torch has it."""
+    x = randn(N, COPIES, 2, 7, 8, seed=0).mul(2).round().requires_grad_()
+    module, behind = function and function(), None if pool is None else nn.MaxPool2d(*pool[0], **pool[1])
+    if behind is None:
+        link = Elementwise(module or nn.ReLU(), x.detach())
+    else:
+        link = Pooled(behind, x.detach(), module)
+    smooth(behind, module or (nn.ReLU() if behind is None else nn.Identity()), link, x)
 
 
 def test_pools_are_where_the_values_are():
     """Whatever device torch makes tensors on."""
     x = randn(N, COPIES, 2, 7, 8, seed=0)
     with torch.device("meta"):
-        link = Pooled(nn.MaxPool2d(2), x)
-    assert_links(link.out.flatten(0, 1), F.max_pool2d(x.flatten(0, 1), 2))
+        link = Pooled(nn.MaxPool2d(2), x, nn.Tanh())
+    assert_links(link.out.flatten(0, 1), F.max_pool2d(x.flatten(0, 1).tanh(), 2))

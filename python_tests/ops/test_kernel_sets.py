@@ -34,7 +34,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", "not convoluti
 
 
 @pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
-def test_every_set_of_instructions(capability, beside_the_tests):
+def test_each_set_of_instructions(capability, beside_the_tests):
     tests = [str(Path(__file__).parent / test) for test in TESTS]
     command = [sys.executable, "-c", CODE, checks.KERNEL_SETS[capability], *tests]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}

@@ -129,12 +129,10 @@ def smooth(pool: nn.Module | None, function: nn.Module, link: Elementwise | Pool
 def test_functions_and_pools_behind(function, pool):
     """At values of which many are equal, and zero: what counts is the first one, as torch has it."""
     x = randn(N, COPIES, 2, 7, 8, seed=0).mul(2).round().requires_grad_()
-    module, behind = function and function(), None if pool is None else nn.MaxPool2d(*pool[0], **pool[1])
-    if behind is None:
-        link = Elementwise(module or nn.ReLU(), x.detach())
-    else:
-        link = Pooled(behind, x.detach(), module)
-    smooth(behind, module or (nn.ReLU() if behind is None else nn.Identity()), link, x)
+    pool = None if pool is None else nn.MaxPool2d(*pool[0], **pool[1])
+    module = nn.ReLU() if function is None and pool is None else function and function()
+    link = Elementwise(module, x.detach()) if pool is None else Pooled(pool, x.detach(), module)
+    smooth(pool, module or nn.Identity(), link, x)
 
 
 def test_pools_are_where_the_values_are():

@@ -19,7 +19,7 @@ BOUNDS = {
     "files of ella_cuda/laplace in a circle": 0,
     "lines of ella_cuda without papers": 37902,
     "lines of csrc": 16180,
-    "lines of python_tests": 47041,
+    "lines of python_tests": 48126,
     "files of ella_cuda with hooks or modes": 1,
 }
 PASSES = re.compile(

@@ -17,7 +17,7 @@ Tap = Callable[[tuple[Any, ...], Tensor, int], Tensor]
 
 
 class Place(NamedTuple):
-    """Where the data points are in a layer's input and output.
+    """The axis of the data points in a layer's input and output.
 
     Attributes:
         axis: that they are along, 0 or 1.
@@ -92,7 +92,7 @@ class Call:
 def arguments_in_order(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
 ) -> list[Any]:
-    """What a call gave a module's forward, or another one, in the order of the parameters there, whichever were named."""
+    """The arguments of a call of a module's forward, or of another one, in the order of its parameters, whichever were named."""
     if not kwargs:
         return list(args)
     try:

@@ -121,7 +121,7 @@ class _Check(ABC):
         """The error of a method."""
 
     def unchanged(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What the method returns; it gets copies, and may not change them."""
+        """The return value of the method, which gets copies and may not change them."""
         given = copy.deepcopy(arguments)
         found = call(*given)
         if not all(map(identical, tree_leaves(given), tree_leaves(arguments))):

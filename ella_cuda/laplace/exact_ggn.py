@@ -34,7 +34,7 @@ STRUCTURES = ("full", "diag")
 
 
 class Layout:
-    """Where the elements of parameters that have a posterior are among all, flattened one after the other.
+    """The places of the elements that have a posterior among all elements, flattened one after the other.
 
     Attributes:
         shapes: of the factors that Jacobians come in, by parameter name, in order.

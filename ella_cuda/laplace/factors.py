@@ -44,7 +44,7 @@ class FactorShape(NamedTuple):
 
     @classmethod
     def of_convolution(cls, m: nn.Module) -> FactorShape:
-        """Of a convolution's weight: one block per group."""
+        """The shape of a convolution's weight: one block per group."""
         a = m.in_channels // m.groups * math.prod(m.kernel_size)
         return cls(m.groups, a, m.out_channels // m.groups, m.groups)
 
@@ -265,7 +265,7 @@ class Jacobian(NamedTuple):
 
     @classmethod
     def of_bias(cls, rows: Tensor) -> Jacobian:
-        """Of a parameter without an input side: ``rows`` ``(K, N, b)``."""
+        """The Jacobian of a parameter without an input side: ``rows`` ``(K, N, b)``."""
         return cls(rows[:, :, None, None])
 
     @classmethod

@@ -190,7 +190,7 @@ class StridedCircularConv2dRule(Rule):
     Source: Grosse and Martens, ICML 2016.
     """
 
-    sees_copies = True
+    sees_copies = True  # where a subclass adds to moments: rows are not linear in inputs
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module

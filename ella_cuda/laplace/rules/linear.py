@@ -60,7 +60,7 @@ class BilinearRule(Rule):
     exact GGN block, as that of a linear layer.
     """
 
-    sees_copies = True
+    sees_copies = True  # where a subclass adds to moments: rows are not linear in inputs
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module

@@ -21,7 +21,7 @@ class ScaleRule(Rule):
     over data of s sᵀ with s the sum over positions of g, the exact block of β. Neither has an input side.
     """
 
-    sees_copies = True
+    sees_copies = True  # where a subclass adds to moments: rows are not linear in inputs
 
     def shapes(self) -> dict[str, FactorShape]:
         size = self._size()

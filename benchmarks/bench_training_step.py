@@ -14,8 +14,8 @@ from ella_cuda.ops.circular_conv2d import circular_conv2d_torch
 from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool_torch
 from ella_cuda.ops.factored_linear import factored_linear_torch
 from ella_cuda.ops.polyphase_pool import polyphase_pool_torch
+from ella_cuda.recording import CudaGraphs
 from ella_cuda.testing import float32_convolutions
-from ella_cuda.training.graph import CudaGraphs
 
 BATCH, WIDTH = 128, 10
 REFERENCES = {

@@ -75,7 +75,7 @@ def written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tens
 
 
 class RecordedGraphs:
-    """Has the methods of :class:`ella_cuda.training.graph.CudaGraphs`, and counts."""
+    """Has the methods of :class:`ella_cuda.recording.CudaGraphs`, and counts."""
 
     made: list[RecordedGraphs]
 

@@ -223,7 +223,7 @@ def profile(item: str) -> dict[str, Any]:
 
     from ella_cuda.laplace import KronLaplace
     from ella_cuda.models import neyshabur
-    from ella_cuda.training.graph import CudaGraphs
+    from ella_cuda.recording import CudaGraphs
 
     count = 4 if REHEARSAL else 128
     torch.manual_seed(0)

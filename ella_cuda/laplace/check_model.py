@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,21 @@ class Findings:
     by_function: frozenset[Rule]
     batched: bool
     image_bytes: int = 0
+
+    def numbered(self, rules: Sequence[Rule]) -> Findings:
+        """These findings with the rules' numbers in their place, to be kept as long as other rules of the same layers may come."""
+        number = {rule: n for n, rule in enumerate(rules)}
+        return self._with(number)
+
+    def of(self, rules: Sequence[Rule]) -> Findings:
+        """:meth:`numbered` findings of these rules."""
+        return self._with(dict(enumerate(rules)))
+
+    def _with(self, others: Mapping[Any, Any]) -> Findings:
+        places = {others[rule]: found for rule, found in self.places.items()}
+        return dataclasses.replace(
+            self, places=places, by_function=frozenset(others[rule] for rule in self.by_function)
+        )
 
 
 class _Call:

@@ -9,7 +9,7 @@ gradient of a parameter is ever formed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ from ella_cuda.laplace.copies import (
 )
 from ella_cuda.laplace.evidence import hyperparameters
 from ella_cuda.laplace.interception import FunctionMode, hooks
+from ella_cuda.laplace.known_model import known_of
 from ella_cuda.laplace.kronecker_sums import Consumer, KroneckerSums, SummedCopies
 from ella_cuda.laplace.layer_pass import LayerPass
 from ella_cuda.laplace.likelihoods import Columns, bytes_each
@@ -230,6 +231,7 @@ class CurvaturePass(LayerPass):
         of_layers = [rule for rule in rules if rule.sees_calls()]
         super().__init__(model, of_layers, KroneckerSums() if consumer is None else consumer)
         self.memory_budget = memory_budget
+        self.all_rules = [*rules]
         others = [rule for rule in rules if not rule.sees_calls()]
         self.per_example = PerExampleGradients(model, others) if others else None
         self.calls = {rule: 0 for rule in self.rules}
@@ -246,11 +248,31 @@ class CurvaturePass(LayerPass):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._compared = True  # whether the outputs of a batch were compared with those of its parts
 
-    def try_out(self, x: Inputs, several: bool) -> None:
-        """:func:`ella_cuda.laplace.check_model.probe` on a batch."""
+    def try_out(self, x: Inputs, several: bool) -> bool:
+        """:func:`ella_cuda.laplace.check_model.probe` on a batch, unless the model was tried on such inputs as it is. Returns whether it was
+        tried now."""
+        known = known_of(self.model)
+        findings = {} if known is None else known.findings
+        rules = [(type(rule), rule.name, rule.trainable, rule.approximation) for rule in self.all_rules]
+        inputs = [(tuple(t.shape[1:]), t.dtype, t.device) for t in tensors_of(x)]
+        key = repr((rules, several, self.copies, tuple(x) if isinstance(x, Mapping) else type(x), inputs))
+        self._attention = in_plain_products if several else nullcontext
+        tried = key not in findings
+        if tried:
+            self._try_out(x, several)
+            together = self.per_example is not None and self.per_example.together
+            findings[key] = self.findings.numbered(self.rules), together
+        else:
+            numbered, together = findings[key]
+            self.findings = numbered.of(self.rules)
+            if self.per_example is not None:
+                self.per_example.together = together
+        self._compared = not tried
+        return tried
+
+    def _try_out(self, x: Inputs, several: bool) -> None:
         require_copies(self.model, x)
         few, copies = tried_copies(self.model, x)
-        self._attention = in_plain_products if several else nullcontext
         with (
             requiring_grad([*self.hyperparameters, *self.parameters], True),
             refusing_reentrant("fit"),
@@ -269,7 +291,6 @@ class CurvaturePass(LayerPass):
                 with in_plain_products():
                     self.per_example.try_out(few)
         self.findings = dataclasses.replace(found, image_bytes=found.image_bytes * self.copies // copies)
-        self._compared = False
 
     def images_at_once(self, count: int) -> int:
         """Of ``count``, how many images go through the network together, after :meth:`try_out`: as many as have layers' outputs, of which

@@ -249,6 +249,10 @@ def square_distances(la: Evidence, parameters: Iterable[Tensor], mean: Tensor | 
     parameters = list(parameters)
     device, sizes = parameters[0].device, [p.numel() for p in parameters]
     mean = (la.prior_mean if mean is None else mean).to(device)
+    if not mean.dim() and la.free_elements is None:
+        with torch.no_grad():
+            apart = torch._foreach_add([p.double() for p in parameters], mean, alpha=-1.0)
+            return torch.stack(torch._foreach_norm(apart)).square()
     means = mean.split(sizes) if mean.dim() else [mean] * len(sizes)
     free = [1.0] * len(sizes) if la.free_elements is None else la.free_elements.to(device).split(sizes)
     parts = zip(parameters, means, free, strict=True)

@@ -1,4 +1,4 @@
-"""Hooks on modules, on torch's functions and on what autograd saves, for the duration of a context."""
+"""Hooks on modules, on torch's functions and operators, and on what autograd saves, for the duration of a context."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # A module's tables of hooks.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -64,6 +65,21 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self._handler(func, args, kwargs or {})
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode of this thread that hands calls of operators, below autograd, to a handler.
+
+    Args:
+        handler: ``(operator, args, kwargs) -> result``; the mode is off while the handler runs, which may call ``operator``.
+    """
+
+    def __init__(self, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._handler = handler
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self._handler(op, args, kwargs or {})
 
 
 def saved_tensors(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[None]:

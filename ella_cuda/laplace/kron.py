@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Eigenbasis, KronPosterior, Spectra, eigenbases_of
+from ella_cuda.laplace.recorded_batches import RecordedBatches
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
 from ella_cuda.laplace.state import checked_tensor, load_factors, save_factors
 from ella_cuda.laplace.test_time import requiring_grad
@@ -215,28 +217,58 @@ class KronLaplace(BaseLaplace):
         with needs, curvature_pass(self.model, self._rules, self.memory_budget) as run:
             batches = self._batches(sums, loader, progress_bar, run, several=self.fisher == "exact")
             pairs = merged(batches, run.merged_images) if generator_of is None else batches
+            settings = self.fisher, self.resolution, self.approximation, self.column_tolerance, self.memory_budget
+            recorded = RecordedBatches(run, partial(self._add, run), self.likelihood_function, settings)
             for number, (x, y) in enumerate(pairs):
                 its_own = generator if generator_of is None else generator_of(number)
                 with without_autocast(self._device.type):
                     for part in run.parts(x, y):
-                        sums.statistic = sums.statistic + self._add(run, sums.data_fit, *part, its_own, hessian_at)
+                        sums.statistic = sums.statistic + self._add_part(
+                            recorded, run, sums, *part, its_own, hessian_at
+                        )
+            if not recorded.finish():
+                raise ValueError(
+                    "targets: a batch has some that do not fit the likelihood, such as labels that are no classes."
+                )
         sums.calls = dict(run.calls)
         sums.gradients = sums.data_fit.total()
 
-    def _add(
+    def _add_part(
         self,
+        recorded: RecordedBatches,
         run: CurvaturePass,
-        data_fit: DataFitGradient,
+        sums: FitSums,
         x: Inputs,
         y: Tensor,
         generator: torch.Generator | None,
         hessian_at: Callable[[Inputs], Tensor] | None,
     ) -> Tensor:
-        """Add a batch to the factors and to the data fit's gradient; returns its part of the statistic.
+        """Add a part of a batch to the factors and to the data fit's gradient; returns its part of the statistic.
 
         Data points whose copies have no room together go through the network once for the outputs, and once for all else.
         """
         chunks = run.chunks(x)
+        if chunks is None and hessian_at is None and data_points(x):
+            statistic, f = recorded.add(x, y, generator)
+        else:
+            statistic, f = self._add(run, x, y, generator, self._checked, hessian_at, chunks)
+        if sums.data_fit.buffers:
+            self._add_data_fit(run, sums.data_fit, f, x, y, chunks)
+        self.n_outputs = math.prod(f.shape[1:])
+        return statistic
+
+    def _add(
+        self,
+        run: CurvaturePass,
+        x: Inputs,
+        y: Tensor,
+        generator: torch.Generator | None,
+        admitted: Callable[[Tensor, Tensor], Tensor],
+        hessian_at: Callable[[Inputs], Tensor] | None = None,
+        chunks: Sequence[Chunk] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Add data points to the factors; returns their part of the statistic, and the outputs. ``admitted`` takes outputs and targets, and
+        returns targets that fit the likelihood."""
 
         def mean(outputs: Callable[[Inputs], Tensor]) -> Tensor:
             return sum(share * outputs(some) for some, share in chunks or [(x, 1)])
@@ -245,6 +277,7 @@ class KronLaplace(BaseLaplace):
         with run.nodes() if chunks is None else torch.no_grad():
             outputs = run.forward(x) if chunks is None else mean(lambda some: model_outputs(self.model, some))
             f = outputs.detach()
+            y = admitted(f, y)
             statistic, columns = self._columns_at(f, f if others is None else others.to(f.dtype), y, generator)
             if chunks is None and data_points(x):
                 run.backward(outputs, columns)
@@ -252,10 +285,11 @@ class KronLaplace(BaseLaplace):
             run.add_chunks(chunks, columns)
         if data_points(x):
             run.add_per_example(x, columns, None if chunks is None else chunks[0][0][1].shape[1])
-        if data_fit.buffers:
-            self._add_data_fit(run, data_fit, f, x, y, chunks)
-        self.n_outputs = math.prod(f.shape[1:])
-        return statistic
+        return statistic, f
+
+    def _checked(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.likelihood_function.check(outputs, targets)
+        return targets
 
     def _add_data_fit(
         self,
@@ -282,7 +316,6 @@ class KronLaplace(BaseLaplace):
     ) -> tuple[Tensor, Columns | Tensor]:
         """The statistic of a batch at outputs f, and the columns of the Hessian at other ones."""
         likelihood = self.likelihood_function
-        likelihood.check(f, y)
         statistic = likelihood.statistic(f, y)
         if self.fisher == "exact":
             return statistic, likelihood.columns(at, y, self.column_tolerance)
@@ -290,13 +323,13 @@ class KronLaplace(BaseLaplace):
 
     def _check_finite(self, statistic: Tensor) -> None:
         sides = [
-            (rule.full_name(name), side, moment.total.sum())
+            (rule.full_name(name), side, moment.total)
             for rule in self._rules
             for name, factor in rule.factors.items()
             for side, moment in (("input", factor.input_moment), ("output", factor.output_moment))
             if moment is not None
         ]
-        sums = [*(total.double() for *_, total in sides), statistic]
+        sums = [*torch._foreach_norm([total for *_, total in sides], 1), statistic]
         *finite, likelihood_is = torch.stack(sums).isfinite().tolist()  # one wait for the device
         for (name, side, _), fine in zip(sides, finite, strict=True):
             if not fine:

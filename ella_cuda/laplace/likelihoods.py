@@ -136,8 +136,8 @@ def unit_columns(outputs: Tensor) -> Columns:
     entries = math.prod(outputs.shape[1:])
 
     def build(begin: int, end: int) -> Tensor:
-        places = torch.arange(begin, end, device=outputs.device)
-        units = F.one_hot(places, entries).to(outputs.dtype).view(-1, 1, *outputs.shape[1:])
+        places = torch.arange(entries, device=outputs.device)
+        units = (places[begin:end, None] == places).to(outputs.dtype).view(-1, 1, *outputs.shape[1:])
         return units.expand(-1, *outputs.shape)
 
     return Columns(entries, build, outputs.element_size() * entries)
@@ -424,7 +424,8 @@ class Classification(Likelihood):
         traces = diagonal.square() + (square_tails + 2 * below).masked_fill(nothing, -torch.inf).exp()
         traces = traces.flatten(1)  # (N, T (K-1))
         if positions == 1:
-            chosen = torch.arange(_needed(traces, tolerance), device=traces.device).expand(n, -1)
+            needed = _needed(traces, tolerance) if tolerance else k - 1
+            chosen = torch.arange(needed, device=traces.device).expand(n, -1)
         else:
             chosen = _largest_first(traces, tolerance)
 
@@ -456,7 +457,9 @@ class Classification(Likelihood):
 
     def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Tensor:
         p = torch.softmax(outputs.flatten(0, -2), 1)
-        drawn = torch.multinomial(p.to(_device(p, generator)), 1, generator=generator).to(p.device)
+        # As torch.multinomial does for one draw, which reads back whether p is a distribution.
+        rates = torch.empty(p.shape, dtype=p.dtype, device=_device(p, generator)).exponential_(generator=generator)
+        drawn = (p / rates.to(p.device)).argmax(1, keepdim=True)
         column = p.scatter_add(1, drawn, p.new_full((), -1.0).expand(drawn.shape)).view(outputs.shape)
         return column.masked_fill(~self._counted(targets)[..., None], 0.0)[None]
 
@@ -483,7 +486,7 @@ class IndependentLikelihood(Likelihood):
         return self.second_derivative(outputs.double(), targets).sqrt()
 
     def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
-        """One for each entry of a data point's outputs, from large to small."""
+        """One for each entry of a data point's outputs; with a tolerance from large to small."""
         root = self._root(outputs, targets).flatten(1)
         return _sparse(outputs, root[..., None], torch.arange(root.shape[1], device=root.device)[:, None], tolerance)
 
@@ -675,7 +678,9 @@ def _largest_first(traces: Tensor, tolerance: float) -> Tensor:
 
 def _sparse(outputs: Tensor, values: Tensor, places: Tensor, tolerance: float) -> Columns:
     """Columns of few entries: ``values``, ``(N, columns, few)``, at ``places``, ``(columns, few)``, of a data point's flattened outputs."""
-    chosen, n = _largest_first(values.square().sum(2), tolerance), len(outputs)
+    n, columns, _ = values.shape
+    every = torch.arange(columns, device=values.device).expand(n, -1)
+    chosen = _largest_first(values.square().sum(2), tolerance) if tolerance else every
 
     def build(begin: int, end: int) -> Tensor:
         picks, images = chosen[:, begin:end].T, torch.arange(n, device=chosen.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ella_cuda.nn import SpatialBasis
 
 Value = float | Tensor
+TOGETHER = 1 << 16  # elements of the largest tensors that are copied together
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
@@ -124,27 +125,18 @@ def require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
 def fingerprint_of(model: nn.Module, without: Collection[str] = ()) -> Tensor:
     """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights. ``without``: names of
     buffers that do not move it."""
-    parts, kept = [], model.state_dict()
+    kept = model.state_dict()
     for name, module in model.named_modules():
         key = f"{name}.weight".removeprefix(".")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and key in kept:
             kept[key] = _as_looked_up(module)
     others = {name: buffer for name, buffer in model.named_buffers() if name not in kept}  # that are not persistent
     numbered = enumerate([tensor for name, tensor in {**kept, **others}.items() if name not in without], start=1)
-    floating = [(index, tensor.detach().flatten()) for index, tensor in numbered if tensor.is_floating_point()]
-    most: dict[torch.device, int] = {}  # elements of a device's largest tensor
-    for _, flat in floating:
-        most[flat.device] = max(most.get(flat.device, 0), flat.numel())
-    weights = {device: _uneven(count, device) for device, count in most.items()}
-    for index, flat in floating:
-        # Of the whole tensor at once: saved states hold the sum, whose rounding another order would change.
-        parts.append(index * (flat.double() @ weights[flat.device][: flat.numel()]))
-    # Where all are on one device, none of the parts is waited for.
-    return (
-        torch.stack([part.to(parts[0].device) for part in parts]).sum()
-        if parts
-        else torch.zeros((), dtype=torch.float64, device="cpu")
-    )
+    floating = [(index, tensor) for index, tensor in numbered if tensor.is_floating_point()]
+    if not floating:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    sums = uneven_sums([tensor for _, tensor in floating])
+    return (sums * torch.tensor([index for index, _ in floating], dtype=torch.float64).to(sums.device)).sum()
 
 
 def _as_looked_up(embedding: nn.Embedding | nn.EmbeddingBag) -> Tensor:
@@ -158,25 +150,50 @@ def _as_looked_up(embedding: nn.Embedding | nn.EmbeddingBag) -> Tensor:
 
 def buffer_sums(model: nn.Module) -> dict[str, Tensor | None]:
     """A number that moves with each buffer; None for buffers that are in no fingerprint."""
-    named = model.named_buffers(remove_duplicate=False)
-    return {name: uneven_sum(b.detach()) if b.is_floating_point() else None for name, b in named}
+    named = dict(model.named_buffers(remove_duplicate=False))
+    floating = {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
+    sums = dict(zip(floating, uneven_sums([*floating.values()]), strict=True)) if floating else {}
+    return {name: sums.get(name) for name in named}
 
 
 def filled_since(model: nn.Module, before: Mapping[str, Tensor | None]) -> frozenset[str]:
-    """The buffers that are others than they were when their sums were these: tables and masks that a forward makes."""
-    found = set()
-    for name, total in buffer_sums(model).items():
-        was = before.get(name)
-        if name not in before or (
-            total is not None and not (was is not None and torch.equal(total, was.to(total.device)))
-        ):
-            found.add(name)
-    return frozenset(found)
+    """The buffers that are others than they were when their sums were these: tables and masks that a forward makes. Waits for the device."""
+    now = buffer_sums(model)
+    compared = {name: total for name, total in now.items() if name in before and total is not None}
+    new = {name for name in now if name not in before or (name in compared and before[name] is None)}
+    old = [name for name in compared if name not in new]
+    if not old:
+        return frozenset(new)
+    device = now[old[0]].device
+    same = torch.stack([now[n].to(device) for n in old]) == torch.stack([before[n].to(device) for n in old])
+    return frozenset(new | {name for name, is_same in zip(old, same.tolist(), strict=True) if not is_same})
 
 
 def uneven_sum(tensor: Tensor) -> Tensor:
     """A weighted sum of the elements, 0-dim float64: permutations move it, and changes that cancel in a plain sum."""
-    return tensor.flatten().double() @ _uneven(tensor.numel(), tensor.device)
+    return uneven_sums([tensor])[0]
+
+
+def uneven_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """:func:`uneven_sum` of each, ``(len(tensors),)``, on the device of the first. Tensors of one size go together, large ones apart."""
+    groups: dict[tuple[int, torch.dtype, torch.device, int], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        apart = number if tensor.numel() > TOGETHER else -1
+        groups.setdefault((tensor.numel(), tensor.dtype, tensor.device, apart), []).append(number)
+    most: dict[torch.device, int] = {}  # elements of a device's largest tensor
+    for count, _, device, _ in groups:
+        most[device] = max(most.get(device, 0), count)
+    weights = {device: _uneven(count, device) for device, count in most.items()}
+    with torch.no_grad():
+        sums = [
+            torch.stack([tensors[number].reshape(-1) for number in numbers]).double() @ weights[device][:count]
+            if len(numbers) > 1
+            else (tensors[numbers[0]].reshape(-1).double() @ weights[device][:count])[None]
+            for (count, _, device, _), numbers in groups.items()
+        ]
+        found, device = torch.cat([part.to(tensors[0].device) for part in sums]), tensors[0].device
+        order = [number for numbers in groups.values() for number in numbers]
+        return found[torch.tensor(order, device="cpu").argsort().to(device)] if len(groups) > 1 else found
 
 
 def _uneven(count: int, device: torch.device) -> Tensor:

@@ -28,11 +28,14 @@ class PerExampleGradients:
     Args:
         model: in evaluation mode, without hooks of a fit; its parameters and buffers are constants.
         rules: of the modules whose parameters are wanted.
+
+    Attributes:
+        together: whether data points and columns go together.
     """
 
     def __init__(self, model: nn.Module, rules: Sequence[PerExampleRule]) -> None:
         self.model, self.rules = model, rules
-        self._together = True
+        self.together = True
         names = [rule.full_name(name) for rule in rules for name in rule.trainable]
         self._parameters = ReplacedParameters(model, names)
 
@@ -58,7 +61,7 @@ class PerExampleGradients:
             reason = "torch.func.vmap takes wrong gradients" if differ(together, apart) else ""
         except Exception as error:  # whatever the model's functions raise under vmap
             reason = f"torch.func.vmap cannot take the model ({' '.join(str(error).split())[:300]})"
-        self._together = not reason
+        self.together = not reason
         if reason:
             names = ", ".join(list(apart)[:3]) + (", ..." if len(apart) > 3 else "")
             warnings.warn(
@@ -91,7 +94,7 @@ class PerExampleGradients:
         each = max(-(-column_bytes // count), 2 * own)
         pairs = max(memory_budget // each, 1)
         wide = min(len(columns), pairs)
-        step = max(pairs // wide, 1) if self._together else 1
+        step = max(pairs // wide, 1) if self.together else 1
         for begin in range(0, len(columns), wide):
             part = columns[begin : begin + wide]
             for first in range(0, count, step):
@@ -105,7 +108,7 @@ class PerExampleGradients:
     def gradients(self, x: Inputs, columns: Tensor, keep: bool = False) -> dict[str, Tensor]:
         """``(K, N, *parameter.shape)`` of every parameter, by name, from columns ``(K, N, *outputs)``, all at once; in the graph of columns
         and of the model's buffers if ``keep``."""
-        return self._by_vmap(x, columns) if self._together else self._one_by_one(x, columns, keep)
+        return self._by_vmap(x, columns) if self.together else self._one_by_one(x, columns, keep)
 
     def _of_copies(self, x: Inputs, columns: Tensor, most: int | None) -> dict[str, Tensor]:
         """:meth:`gradients`, of so many copies at a time."""

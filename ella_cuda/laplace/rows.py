@@ -347,10 +347,10 @@ class OneHot(Rows):
         return self.values.shape[1]
 
     def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
-        counts = torch.bincount(self.values[self.counted], minlength=self.groups)
-        moment.add_counts(counts if alpha == 1 else counts * alpha)
+        counts = self.counted.new_zeros(self.groups, dtype=torch.float64)
+        counts.index_add_(0, self.values.flatten(), self.counted.flatten().double())  # whole numbers, in any order
         # Several calls share the output side by their positions, padding included: how much of a batch is padding must not matter.
-        moment.count(self.count - int(self.counted.sum()))
+        moment.add_diagonal(counts if alpha == 1 else counts * alpha, self.count)
 
     def quadratic(self, matrix: Tensor) -> Tensor:
         return matrix.new_zeros(())  # indices have no gradient
@@ -363,13 +363,15 @@ class OneHot(Rows):
 
     def mean(self) -> Rows:
         """The diagonal of the outer products of each data point's mean: between two rows of the table there is nothing."""
-        index, counted = self.values, self.counted
-        each = counted.sum(1).double().clamp(min=1)
-        points = torch.arange(len(index), device=index.device)[:, None]
-        pairs, times = torch.unique((points * self.groups + index)[counted], return_counts=True)
-        shares = times / each[pairs // self.groups]
+        index, order = self.values.sort(1)
+        shares = self.counted.double()
+        shares = (shares / shares.sum(1, keepdim=True).clamp(min=1)).gather(1, order)
+        # Numbers of the runs of one index; the positions behind the last run have no share.
+        run = index.diff(dim=1, prepend=index[:, :1]).ne(0).cumsum(1)
+        shares = torch.zeros_like(shares).scatter_add(1, run, shares)
+        index = torch.zeros_like(index).scatter(1, run, index)
         seen = shares.new_zeros(self.groups)
-        seen.index_put_((pairs % self.groups,), shares.square(), accumulate=True)  # in a fixed order on CUDA
+        seen.index_put_((index.flatten(),), shares.square().flatten(), accumulate=True)  # in a fixed order on CUDA
         return Diagonal(seen, self.count)
 
     def over_copies(self, copies: int, mean: bool) -> Rows:

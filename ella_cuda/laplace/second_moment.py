@@ -18,7 +18,7 @@ from ella_cuda.nn import SpatialBasis
 # Hessian has, whose noise the evidence multiplies with the input side's largest eigenvalue. For blocks so small that takes little time.
 WHOLE = 128
 WINDOWS = 1 << 20  # elements of the patches of images of three axes that are there at a time, or those of a plane
-# Sums of up to so many products of two numbers are float64's too: they take little time, and with more rows rounding averages out.
+# Of sums whose first rows have up to so many products of two numbers all are float64's: they take little time.
 SMALL = 1 << 25
 # Of rows that hardly differ in direction but for a few, such as those far from zero, products are float64's: rounding is relative to the
 # largest eigenvalue. They are those of which so many, of so many numbers, spread over the first that are added and normalised, have half
@@ -53,8 +53,9 @@ class SecondMoment:
         self.rows = 0
         self.name = name
         self.basis = basis
-        self._products = 0  # that were taken
-        self._are_alike: bool | None = None  # rows, but for a few directions
+        self.in_double: bool | None = (
+            None  # whether products are float64's, once rows of several data points were there
+        )
         self._eigenvalues: Tensor | None = None
         self._decomposed_on: Tensor | None = None  # the basis' matrix that they belong to
 
@@ -86,7 +87,7 @@ class SecondMoment:
 
     def add_diagonal(self, values: Tensor, rows: int) -> None:
         """Add ``values`` ``(G,)``, which are sums of squares of so many rows, to G blocks of size 1."""
-        self.total = self.total + values.to(self.total.dtype)[:, None, None]
+        self.total += values.to(self.total.dtype)[:, None, None]
         self.count(rows)
 
     def add_windows(
@@ -128,23 +129,13 @@ class SecondMoment:
 
     def _in_its_dtype(self, rows: Tensor, products: int, narrow: bool = False) -> Iterator[Tensor]:
         """Rows, or images, in the dtype in which so many products of theirs are to be taken: all of them, or in float64 some at a time."""
-        small = self._products + products <= SMALL
-        self._products += products
-        if rows.dtype == torch.float64 or not (narrow or small or self._alike(rows)):
+        if self.in_double is None and rows.shape[0] > 1:
+            self.in_double = rows.dtype == torch.float64 or narrow or products <= SMALL or _alike(rows)
+        if rows.dtype == torch.float64 or self.in_double is False:
             yield rows
         else:
             each = max(rows.numel() // max(rows.shape[0], 1), 1)
             yield from (part.double() for part in rows.split(max(DOUBLED // each, 1)))
-
-    def _alike(self, rows: Tensor) -> bool:
-        """Whether rows differ in few directions, by the first that are several."""
-        if self._are_alike is None and rows.shape[0] > 1:
-            sample = rows[:: max(rows.shape[0] // SAMPLE, 1)][:SAMPLE].flatten(1)
-            self._are_alike = _of_few_directions(sample[:, :: max(sample.shape[1] // NUMBERS, 1)])
-            if not self._are_alike and rows.dim() == 3 and min(rows.shape[0], rows[0].numel()) >= 4 * SAMPLE:
-                beside = rows[:: rows.shape[0] // (4 * SAMPLE)][: 4 * SAMPLE].flatten(1)
-                self._are_alike = _of_few_directions(beside.narrow(1, beside.shape[1] // 2 - SAMPLE, 2 * SAMPLE).T, 0.0)
-        return bool(self._are_alike)
 
     def count(self, rows: int) -> None:
         """Say that this many rows were added to ``total`` by other means; no fewer, for a sum has no larger rank."""
@@ -347,6 +338,17 @@ def _checked(moments: Sequence[SecondMoment], found: Sequence[Tensor]) -> list[T
         _within_rank(values.clamp(min=0), moment.rows, tolerance)
         for moment, values, tolerance in zip(moments, found, tolerances, strict=True)
     ]
+
+
+def _alike(rows: Tensor) -> bool:
+    """Whether rows ``(R, ...)``, several, differ in few directions."""
+    sample = rows[:: max(rows.shape[0] // SAMPLE, 1)][:SAMPLE].flatten(1)
+    if _of_few_directions(sample[:, :: max(sample.shape[1] // NUMBERS, 1)]):
+        return True
+    if rows.dim() != 3 or min(rows.shape[0], rows[0].numel()) < 4 * SAMPLE:
+        return False
+    beside = rows[:: rows.shape[0] // (4 * SAMPLE)][: 4 * SAMPLE].flatten(1)
+    return _of_few_directions(beside.narrow(1, beside.shape[1] // 2 - SAMPLE, 2 * SAMPLE).T, 0.0)
 
 
 def _of_few_directions(vectors: Tensor, share: float = 0.5) -> bool:

@@ -19,6 +19,7 @@ from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.likelihoods import likelihood_of
 from ella_cuda.modes import differentiating
 from ella_cuda.progress import bar_size
+from ella_cuda.recording import CudaGraphs
 from ella_cuda.training.arguments import parted, signature
 from ella_cuda.training.checkpoint import (
     Checkpoint,
@@ -33,7 +34,7 @@ from ella_cuda.training.checkpoint import (
 from ella_cuda.training.checks import in_words, name_of
 from ella_cuda.training.data import data_digest
 from ella_cuda.training.epoch import train_epoch
-from ella_cuda.training.graph import CudaGraphs, GraphedStep
+from ella_cuda.training.graph import GraphedStep
 from ella_cuda.training.learners import Learner, Prior, add_settings, learners_of
 from ella_cuda.training.learners.spatial_basis import bases_of
 from ella_cuda.training.points import points_of_both

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ella_cuda import build_info, ops
+from ella_cuda.recording import CudaGraphs
 from ella_cuda.testing import kernel_cases
-from ella_cuda.training.graph import CudaGraphs
 from python_tests.recorded import RecordedGraphs
 
 CASES = [case for case in kernel_cases() if "many images" not in case[0]]

@@ -12,7 +12,8 @@ from torch import nn
 from ella_cuda import marglik_training
 from ella_cuda.data import TensorLoader
 from ella_cuda.nn import SparseFactoredLinear2d
-from ella_cuda.training import graph, trainer
+from ella_cuda.recording import CudaGraphs
+from ella_cuda.training import trainer
 from ella_cuda.training.step import TrainingStep
 from python_tests.recorded import RecordedGraphs
 from python_tests.training.test_trainer import Network, images
@@ -29,7 +30,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Record
 
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
-    class Counted(graph.CudaGraphs):
+    class Counted(CudaGraphs):
         def __init__(self, device: torch.device) -> None:
             super().__init__(device)
             self.warmed = self.recorded = self.replayed = 0

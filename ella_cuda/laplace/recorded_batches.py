@@ -1,0 +1,326 @@
+"""Batches of a fit that are recorded: the operators of one batch's forward pass, columns, backward pass and sums, run again on others.
+
+What a model was tried for, and the tapes of its batches, are kept as long as the model and its layers are what they were, so that a second
+fit does neither again. A tape knows parameters, buffers and sums by name, never by what they hold. In every fit a tape's outputs are compared
+with the network's own, once, before the tape adds to a sum. What has no tape runs as it is, by the same code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ella_cuda.laplace.batches import Inputs, map_tensors, model_outputs, tensors_of
+from ella_cuda.laplace.check_model import alike
+from ella_cuda.laplace.known_model import known_of
+from ella_cuda.laplace.likelihoods import Likelihood
+from ella_cuda.laplace.tape import NotRecordable, Tape, record
+from ella_cuda.nn import SpatialBasis
+from ella_cuda.recording import MAX_SHAPES, CudaGraphs
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.curvature import CurvaturePass
+
+# Batches of a kind before one is recorded. A recording takes as long as a few batches, of which a GPU's are short beside their Python.
+PATIENCE = {"cuda": 2, "cpu": 16}
+MOST_KINDS = 64  # that are counted at a time
+# (inputs, targets, generator, admitted) -> the part of the statistic and the outputs; what fits the likelihood is asked of ``admitted``
+Add = Callable[[Inputs, Tensor, torch.Generator | None, Callable[[Tensor, Tensor], Tensor]], tuple[Tensor, Tensor]]
+Name = tuple[str, Any]
+
+
+@dataclasses.dataclass(eq=False)
+class _Kind:
+    """Batches of the same shapes in the same state of the sums.
+
+    Attributes:
+        seen: how many there were.
+        tape: of one; None before it is recorded. names: of the tensors that the tape takes from the fit.
+        rows, calls: what a batch adds to the counts of sums and of layers' calls.
+        in_double: of the sums after a batch.
+        outputs: the tape of the network's outputs.
+        refused: why there is no tape, in words.
+    """
+
+    seen: int = 0
+    tape: Tape | None = None
+    names: list[Name] = dataclasses.field(default_factory=list)
+    rows: list[int] = dataclasses.field(default_factory=list)
+    calls: list[int] = dataclasses.field(default_factory=list)
+    in_double: list[bool | None] = dataclasses.field(default_factory=list)
+    outputs: Callable[..., list[Tensor]] | None = None
+    refused: str = ""
+
+
+class RecordedBatches:
+    """The batches of one fit.
+
+    Args:
+        run: of the fit, its network tried out with the first batch.
+        add: adds a batch to the sums.
+        likelihood: of the targets.
+        settings: what else decides on what ``add`` does.
+    """
+
+    def __init__(self, run: CurvaturePass, add: Add, likelihood: Likelihood, settings: tuple[Any, ...]) -> None:
+        self._run, self._add, self._likelihood = run, add, likelihood
+        self._known = known_of(run.model)
+        rules = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in run.all_rules]
+        self._settings = (repr(likelihood), type(likelihood), repr(rules), *settings)
+        self._checks = not _checks_on_device(type(likelihood))
+        self._verified: set[_Kind] = set()
+        self._given: dict[_Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
+        self._graphs: dict[_Kind, _Graph] = {}
+        self._device_graphs: CudaGraphs | None = None
+        self._fine: Tensor | None = None
+
+    def add(self, x: Inputs, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Add a batch; returns its part of the statistic, and the outputs."""
+        sums = _Sums(self._run)
+        kind = self._kind(x, y, generator, sums)
+        if kind is not None:
+            kind.seen += 1
+            if kind.tape is None and not kind.refused and kind.seen >= PATIENCE[y.device.type]:
+                self._record(kind, x, y, generator, sums)
+            if kind.tape is not None and self._is_the_network(kind, x, y, sums):
+                return self._again(kind, x, y, generator, sums)
+        return self._add(x, y, generator, self._checked)
+
+    def finish(self) -> bool:
+        """Whether all targets of recorded batches fit the likelihood. Waits for the device."""
+        return self._fine is None or bool(self._fine)
+
+    def _checked(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._likelihood.check(outputs, targets)
+        return targets
+
+    def _kind(self, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums) -> _Kind | None:
+        """That of a batch; None of what has none."""
+        tensors, device = [*tensors_of(x), y], y.device
+        others = not isinstance(x, Tensor) and len(tensors) <= len(x)
+        if self._known is None or others or device.type not in PATIENCE or any(t.device != device for t in tensors):
+            return None
+        names = tuple(x) if isinstance(x, Mapping) else type(x)
+        drawn = None if generator is None else generator.device
+        key = (
+            self._settings,
+            names,
+            *((t.shape, t.stride(), t.dtype) for t in tensors),
+            device,
+            drawn,
+            sums.state(),
+            _precision(),
+        )
+        kinds = self._known.kinds
+        if key not in kinds and (
+            len(kinds) >= MOST_KINDS or sum(k.tape is not None for k in kinds.values()) >= MAX_SHAPES
+        ):
+            kinds.clear()
+        return kinds.setdefault(key, _Kind())
+
+    # recording -------------------------------------------------------------------------------------------------------
+
+    def _record(self, kind: _Kind, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums) -> None:
+        run, tensors, calls = self._run, sums.tensors(), dict(self._run.calls)
+        before = [(moment.rows, moment.in_double) for moment in sums.moments]
+        fine: list[Tensor] = []
+
+        def admitted(outputs: Tensor, targets: Tensor) -> Tensor:
+            targets, fit = self._likelihood.admitted(outputs, targets)
+            fine.append(fit)
+            return targets
+
+        def function() -> list[Tensor]:
+            statistic, outputs = self._add(x, y, generator, admitted)
+            return [statistic, outputs, *fine]
+
+        staying = [tensor for (what, _), tensor in tensors.items() if what != "moment"]
+        try:
+            tape, given = record(function, [*tensors_of(x), y], generator, staying)
+            after = _Sums(run)
+            if after.places != sums.places or [*map(id, after.tensors().values())] != [*map(id, tensors.values())]:
+                raise NotRecordable("a batch replaces tensors of the model or of the sums")
+            if tape.mixed and y.is_cuda:
+                raise NotRecordable("a batch copies between devices")
+            kind.names = self._named(given, tensors)
+            kind.outputs = tape.part(1)
+            kind.rows = [moment.rows - rows for moment, (rows, _) in zip(sums.moments, before, strict=True)]
+            kind.in_double = [moment.in_double for moment in sums.moments]
+            kind.calls = [run.calls[rule] - calls[rule] for rule in run.rules]
+            kind.tape = tape
+        except (
+            Exception
+        ) as error:  # whatever a mode makes a model raise: the batch runs as it is, and raises what is its own
+            kind.refused = f"{type(error).__name__}: {error}"
+        finally:
+            run.release()
+            run.calls.update(calls)
+            for moment, (rows, in_double) in zip(sums.moments, before, strict=True):
+                moment.rows, moment.in_double = rows, in_double
+
+    @staticmethod
+    def _named(given: Sequence[Tensor], tensors: Mapping[Name, Tensor]) -> list[Name]:
+        """The names of what a batch found there."""
+        by_memory = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+        names = []
+        for tensor in given:
+            name = by_memory.get(tensor.untyped_storage()._cdata)
+            if name is None:
+                raise NotRecordable(f"a batch reads a tensor {tuple(tensor.shape)} that is no parameter and no buffer")
+            same = tensors[name]
+            if (tensor.shape, tensor.stride(), tensor.dtype) != (same.shape, same.stride(), same.dtype):
+                raise NotRecordable(f"a batch reads a view of the {name[0]} {name[1]!r} that was there before")
+            names.append(name)
+        return names
+
+    # running again ---------------------------------------------------------------------------------------------------
+
+    def _of_fit(self, kind: _Kind, sums: _Sums) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """The tensors that a kind's tape takes from the fit, and what the tape makes of those that stay."""
+        if kind not in self._given:
+            tensors = sums.tensors()
+            given = [tensors[name] for name in kind.names]
+            self._given[kind] = given, kind.tape.prepared(given)
+        return self._given[kind]
+
+    def _is_the_network(self, kind: _Kind, x: Inputs, y: Tensor, sums: _Sums) -> bool:
+        """Whether the tape's outputs are the network's, compared once in a fit. Waits for the device."""
+        if kind not in self._verified:
+            given, prepared = self._of_fit(kind, sums)
+            with torch.no_grad():
+                own = model_outputs(self._run.model, map_tensors(x, Tensor.clone))
+            (found,) = kind.outputs([*tensors_of(x), y], given, prepared)
+            if not alike(found, own):
+                kind.tape, kind.refused = (
+                    None,
+                    "the network's outputs for another batch are not those of the recorded function",
+                )
+                return False
+            self._verified.add(kind)
+        return True
+
+    def _again(
+        self, kind: _Kind, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums
+    ) -> tuple[Tensor, Tensor]:
+        inputs, given = [*tensors_of(x), y], self._of_fit(kind, sums)
+        if has_graphs(y.device):
+            graph = self._graphs.get(kind)
+            if graph is None:
+                graph = self._graphs[kind] = _Graph(kind.tape, *given, self._graphs_of(y.device))
+            statistic, outputs, fine = graph(inputs, generator)
+            self._fine = fine.clone() if self._fine is None else self._fine.logical_and_(fine)
+        else:
+            statistic, outputs, fine = kind.tape.run(inputs, *given, kind.tape.draws(generator), generator)
+            if not fine:
+                self._likelihood.check(outputs, y)
+                raise ValueError(
+                    f"targets: {type(self._likelihood).__name__}.admitted refuses what its check takes; both must agree."
+                )
+        if self._checks:
+            self._likelihood.check(outputs, y)
+        for moment, rows, in_double in zip(sums.moments, kind.rows, kind.in_double, strict=True):
+            moment.in_double = in_double
+            moment.count(rows)
+        for rule, calls in zip(self._run.rules, kind.calls, strict=True):
+            self._run.calls[rule] += calls
+        return statistic, outputs
+
+    def _graphs_of(self, device: torch.device) -> CudaGraphs:
+        if self._device_graphs is None:
+            self._device_graphs = CudaGraphs(device)
+        return self._device_graphs
+
+
+class _Sums:
+    """The sums of a fit as they are.
+
+    Attributes:
+        moments: each once. places: of every side of every factor, which of them it is.
+    """
+
+    def __init__(self, run: CurvaturePass) -> None:
+        self._model, self.moments, self.places = run.model, [], []
+        numbers: dict[int, int] = {}
+        for factor in (factor for rule in run.all_rules for factor in rule.factors.values()):
+            for moment in (factor.input_moment, factor.output_moment):
+                if moment is not None and id(moment) not in numbers:
+                    numbers[id(moment)] = len(self.moments)
+                    self.moments.append(moment)
+                self.places.append(numbers.get(id(moment)))
+
+    def state(self) -> tuple[Any, ...]:
+        return tuple(moment.in_double for moment in self.moments), tuple(self.places)
+
+    def tensors(self) -> dict[Name, Tensor]:
+        """What a tape takes from the fit, by name."""
+        found: dict[Name, Tensor] = {("moment", number): moment.total for number, moment in enumerate(self.moments)}
+        found |= {("parameter", name): tensor for name, tensor in self._model.named_parameters()}
+        found |= {("buffer", name): tensor for name, tensor in self._model.named_buffers()}
+        bases = {name: module for name, module in self._model.named_modules() if isinstance(module, SpatialBasis)}
+        with torch.no_grad():
+            return found | {("basis", name): basis.matrix() for name, basis in bases.items()}
+
+
+class _Graph:
+    """A tape with the tensors of one fit as a CUDA graph, which is captured at the second batch.
+
+    Args:
+        tape: of the batches.
+        given, prepared: see :meth:`Tape.run`.
+        graphs: of the device.
+    """
+
+    def __init__(self, tape: Tape, given: Sequence[Tensor], prepared: Sequence[Tensor], graphs: CudaGraphs) -> None:
+        self._tape, self._of_fit, self._graphs = tape, (given, prepared), graphs
+        self._places: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self, inputs: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
+        """The tape's outputs, which the next call writes over."""
+        tensors = [*inputs, *self._tape.draws(generator)]
+        if not self._places:
+            self._places = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+            work = self._graphs.warm_up
+        elif self._replay is None:
+            self._replay = self._graphs.record(self._work)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            place.copy_(tensor)
+        if self._replay is None:
+            work(self._work)
+        else:
+            self._replay()
+        return self._outputs
+
+    def _work(self) -> None:
+        count = len(self._places) - self._tape.drawn
+        self._outputs = self._tape.run(self._places[:count], *self._of_fit, self._places[count:])
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether work on a device can be recorded as a graph."""
+    return device.type == "cuda"
+
+
+def _checks_on_device(likelihood: type[Likelihood]) -> bool:
+    """Whether ``admitted`` finds what ``check`` finds in values: it does where no subclass defines the latter alone."""
+    for kind in likelihood.__mro__:
+        if "admitted" in vars(kind):
+            return kind is not Likelihood
+        if "check" in vars(kind):
+            return False
+    return False
+
+
+def _precision() -> tuple[Any, ...]:
+    """Settings of torch by which the same operators have other results."""
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.deterministic,
+    )

@@ -1,0 +1,413 @@
+"""Recorded batches have the numbers of batches that run as they are, to the last bit, or are refused; and a model is tried once."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace import IndependentLikelihood, KronLaplace, known_model, recorded_batches, register_likelihood
+from ella_cuda.laplace.recorded_batches import RecordedBatches, _Sums
+from ella_cuda.laplace.tape import NotRecordable, record
+from python_tests.laplace.checks import randomised
+from python_tests.laplace.test_conformance import CASES, Network, averages, each_case
+from python_tests.laplace.test_outputs import FITS
+from python_tests.recorded import RecordedGraphs
+
+NEVER = math.inf
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch):
+    """The second batch of a kind is recorded; the function that sets another number."""
+
+    def at(batches: float) -> None:
+        monkeypatch.setattr(recorded_batches, "PATIENCE", {"cpu": batches, "cuda": batches})
+
+    at(2)
+    return at
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of data points of the batches that a tape ran on."""
+    found: list[int] = []
+    again = RecordedBatches._again
+    monkeypatch.setattr(
+        RecordedBatches,
+        "_again",
+        lambda self, kind, x, y, *rest: found.append(len(y)) or again(self, kind, x, y, *rest),
+    )
+    return found
+
+
+class Sums:
+    """What a fit has left."""
+
+    def __init__(self, la: KronLaplace) -> None:
+        run = type("Run", (), {"model": la.model, "all_rules": la._rules})()
+        self.moments = _Sums(run).moments
+        self.totals = [moment.total.clone() for moment in self.moments]
+        self.rows = [moment.rows for moment in self.moments]
+        self.statistic, self.n_targets = la.log_likelihood, la.n_targets
+
+    def __eq__(self, other: object) -> bool:
+        same = map(torch.equal, (*self.totals, self.statistic), (*other.totals, other.statistic))
+        return all(same) and (self.rows, self.n_targets) == (other.rows, other.n_targets)
+
+
+def in_threes(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Seven batches of three data points, each another, and one of two."""
+    rows = [torch.arange(i, i + 3) % len(x) for i in range(7)]
+    return [(x[r], y[r]) for r in rows] + [(x[:2], y[:2])]
+
+
+def both_ways(model: nn.Module, loader, patient, likelihood="classification", **options) -> tuple[Sums, Sums]:
+    """A fit with recorded batches, and one without."""
+    found = []
+    for batches in (2, NEVER):
+        patient(batches)
+        known_model._known.clear()
+        torch.manual_seed(3)
+        found.append(Sums(KronLaplace(model, likelihood, **options).fit(loader)))
+    return found[0], found[1]
+
+
+@each_case
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+def test_every_rule(case, fisher, patient, replays):
+    for approximation in ("expand", "reduce")[: 1 + case.reduce]:
+        model = Network(case)
+        recorded, plain = both_ways(
+            model, in_threes(*model.data(5)), patient, fisher=fisher, approximation=approximation
+        )
+        assert recorded == plain
+    assert replays == [3] * 5 * (1 + case.reduce)
+
+
+@pytest.mark.parametrize("arrangement", ["twice", "tied", "copies", "float32", "per channel"])
+@pytest.mark.parametrize("name", ["Linear", "Conv2d", "FactoredLinear2d"])
+def test_arrangements(name, arrangement, patient, replays):
+    case, options = CASES[name], {}
+    model = Network(case, 1 + (arrangement in ("twice", "tied")), arrangement == "tied")
+    x, y = model.data(5)
+    if arrangement == "copies":
+        model, x, y = averages(case, 2, 5)[:3]
+    elif arrangement == "float32":
+        model, x = model.float(), x.float()
+    elif arrangement == "per channel":
+        options = {"resolution": "per_channel"}
+    recorded, plain = both_ways(model, in_threes(x, y), patient, **options)
+    assert recorded == plain
+    assert len(replays) == 5
+
+
+@pytest.mark.parametrize("case", FITS)
+def test_likelihoods(case, patient, replays):
+    make, x, y, likelihood, _ = FITS[case]
+    recorded, plain = both_ways(make(), in_threes(x, y), patient, likelihood)
+    assert recorded == plain
+    assert len(replays) == (0 if case in ("sequences", "ignoring", "segmentation") else 5)  # columns are counted there
+
+
+class Scaled(nn.Module):
+    """A table of scales that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 4), nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x).unflatten(1, (2, 2)) * self.scale).flatten(1)
+
+
+def vectors(count: int, classes: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(classes, (count,), generator=generator)
+
+
+def test_parameters_that_no_rule_knows(patient, replays):
+    recorded, plain = both_ways(randomised(Scaled()), in_threes(*vectors(9)), patient, unknown="diagonal")
+    assert recorded == plain
+    assert len(replays) == 5
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4)).double().eval()
+
+
+def fitted(model: nn.Module, loader, patient, batches: float = NEVER, **options) -> Sums:
+    patient(batches)
+    return Sums(KronLaplace(model, **options).fit(loader))
+
+
+def test_a_second_fit_has_the_weights_and_statistics_as_they_are(patient, replays):
+    """In place, as other tensors, and by what a norm makes of its statistics once in a fit."""
+    model, loader = perceptron(), in_threes(*vectors(9))
+    la = KronLaplace(model).fit(loader)
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+        model[1].running_var.mul_(3.0)
+        model[3].weight.data = model[3].weight.data * 0.7
+    la.fit(loader)
+    assert Sums(la) == fitted(copy.deepcopy(model), loader, patient)
+    assert len(replays) == 5 + 8
+
+
+def test_sums_that_are_added_to(patient, replays):
+    model, (x, y) = perceptron(), vectors(9)
+    la = KronLaplace(model).fit(in_threes(x, y)).fit(in_threes(x, y), override=False)
+    patient(NEVER)
+    plain = KronLaplace(copy.deepcopy(model)).fit(in_threes(x, y)).fit(in_threes(x, y), override=False)
+    assert Sums(la) == Sums(plain)
+    assert len(replays) >= 10
+
+
+def test_a_generator_gives_each_batch_its_draws(patient, replays):
+    model, loader, found = perceptron(), in_threes(*vectors(9)), []
+    for model, batches in ((model, 2), (copy.deepcopy(model), NEVER), (model, 2)):
+        patient(batches)
+        generator = torch.Generator().manual_seed(7)
+        found.append(
+            (Sums(KronLaplace(model, fisher="mc").fit(loader, generator=generator)), torch.rand(1, generator=generator))
+        )
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert found[0][1] == found[1][1] == found[2][1]  # and is left where it would be
+    assert len(replays) == 5 + 8
+
+
+class Turning(nn.Module):
+    """What Python decides: by an attribute, and by numbers that it reads."""
+
+    def __init__(self, reads: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.factor, self.reads = nn.Linear(6, 4).double(), 1.0, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads == "item" and x.abs().sum() > 1e9:
+            return -self.layer(x)
+        if self.reads == "tolist":
+            x = x * x.new_tensor([1.0] * len(x.sum(1).tolist()))[:, None]
+        if self.reads == "mask":
+            return self.layer(x.masked_fill(x.new_zeros(x.shape, dtype=torch.bool), x[x > 0].sum().detach()))
+        return self.factor * self.layer(x)
+
+
+@pytest.mark.parametrize("reads", ["item", "tolist", "mask"])
+def test_a_network_that_reads_numbers_runs_as_it_is(reads, patient, replays):
+    recorded, plain = both_ways(Turning(reads), in_threes(*vectors(9)), patient)
+    assert recorded == plain
+    assert not replays
+
+
+def test_a_network_that_changed_between_fits_runs_as_it_is(patient, replays):
+    model, loader = Turning(), in_threes(*vectors(9))
+    la = KronLaplace(model).fit(loader)
+    assert len(replays) == 5
+    model.factor = 2.0
+    la.fit(loader)
+    assert any("not those of the recorded function" in k.refused for k in known_model.known_of(model).kinds.values())
+    assert Sums(la) == fitted(copy.deepcopy(model), loader, patient)
+
+
+def test_hooks_see_every_batch(replays):
+    model, seen = perceptron(), []
+    model[0].register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    KronLaplace(model).fit(in_threes(*vectors(9)))
+    assert seen[-8:] == [3] * 7 + [2]
+    assert not replays
+
+
+def test_a_buffer_that_the_network_counts_in(patient, replays):
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4).double()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(x)
+
+    model, loader = randomised(Counting()), in_threes(*vectors(9))
+    recorded, plain = both_ways(model, loader, patient)
+    assert recorded == plain
+    assert len(replays) == 5
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_label_that_is_no_class_in_a_recorded_batch(graphs, monkeypatch, replays):
+    if graphs:
+        stand_in(monkeypatch)
+    x, y = vectors(9)
+    loader = in_threes(x, y)
+    loader[5] = loader[5][0], torch.tensor([0, 4, 1])
+    la = KronLaplace(perceptron())
+    with pytest.raises(
+        ValueError, match=r"labels that are no classes" if graphs else r"labels must lie in 0\.\.3.* got 0\.\.4"
+    ):
+        la.fit(loader)
+    assert la.n_data == 0
+    assert len(replays) >= 4
+
+
+def test_a_check_of_values_that_admitted_does_not_know(replays):
+    @register_likelihood("at most two")
+    class AtMostTwo(IndependentLikelihood):
+        def check(self, outputs: Tensor, targets: Tensor) -> None:
+            super().check(outputs, targets)
+            if (targets > 2).any():
+                raise ValueError("targets: at most 2")
+
+        def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return -0.5 * (outputs - targets).square()
+
+        def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return torch.ones_like(outputs)
+
+    x, _ = vectors(9)
+    loader = in_threes(x, x[:, :4].clamp(max=1))
+    loader[5][1][0, 0] = 3.0
+    with pytest.raises(ValueError, match="at most 2"):
+        KronLaplace(perceptron(), AtMostTwo()).fit(loader)
+    assert len(replays) >= 4
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraphs]:
+    """Graphs of batches by a stand-in for CUDA's, which refuses what these do."""
+    made: list[RecordedGraphs] = []
+    monkeypatch.setattr(RecordedGraphs, "made", made, raising=False)
+    monkeypatch.setattr(recorded_batches, "CudaGraphs", RecordedGraphs)
+    monkeypatch.setattr(recorded_batches, "has_graphs", lambda device: True)
+    return made
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+@pytest.mark.parametrize("name", ["Conv2d", "FactoredLinear2d", "LayerNorm", "Embedding", "MultiheadAttention"])
+def test_graphs(name, fisher, monkeypatch, patient):
+    made = stand_in(monkeypatch)
+    case = CASES.get(name) or next(c for n, c in CASES.items() if n.startswith(name))
+    model = Network(case)
+    recorded, plain = both_ways(model, in_threes(*model.data(5)), patient, fisher=fisher)
+    assert recorded == plain
+    assert [(g.warmed, g.recorded, g.replayed) for g in made] == [(1, 1, 4)]
+
+
+def test_a_model_is_tried_once(patient, monkeypatch):
+    patient(NEVER)
+    tried, model, loader = [], Network(CASES["Linear"]), in_threes(*Network(CASES["Linear"]).data(5))
+    from ella_cuda.laplace import curvature
+
+    monkeypatch.setattr(
+        curvature, "probe", lambda *a, probe=curvature.probe: tried.append(len(model.images)) or probe(*a)
+    )
+    la = KronLaplace(model).fit(loader[:1])
+    first = len(model.images)
+    la.fit(loader[:1])
+    KronLaplace(model).fit(loader[:1])
+    assert len(tried) == 1
+    assert len(model.images) == first + 2
+    KronLaplace(model).fit([(loader[0][0].float().double(), loader[0][1])])
+    KronLaplace(model, approximation="reduce").fit(loader[:1])
+    assert len(tried) == 2
+    model.head.weight.requires_grad_(False)
+    KronLaplace(model).fit(loader[:1])
+    assert len(tried) == 3
+
+
+# tapes ----------------------------------------------------------------------------------------------------------------
+
+
+def run(tape, inputs, given, generator=None) -> list[Tensor]:
+    return tape.run(inputs, given, tape.prepared(given), tape.draws(generator), generator)
+
+
+def program(seed: int, x: Tensor, y: Tensor, weight: Tensor, total: Tensor) -> list[Tensor]:
+    """Operators on two inputs, a constant and a sum, with views, writes in place and gradients, by chance."""
+    choose = random.Random(seed).randrange
+    there = [x.clone(), y, weight @ weight.t(), torch.full((4, 4), 2.0, dtype=x.dtype)]
+    for _ in range(25):
+        a, b = (there[choose(len(there))] for _ in range(2))
+        kind = choose(9)
+        if kind == 0:
+            there.append(a @ b)
+        elif kind == 1:
+            there.append(a.t())
+        elif kind == 2:
+            there.append(torch.tanh(a) + b.flip(0))
+        elif kind == 3 and a is not weight:
+            fresh = a.clone()
+            fresh[choose(4)] *= 0.5
+            fresh.diagonal().add_(b.sum(0))
+            there.append(fresh)
+        elif kind == 4:
+            total.add_(a * b, alpha=0.1)
+        elif kind == 5:
+            leaf = a.detach().clone().requires_grad_()
+            with torch.enable_grad():
+                (gradient,) = torch.autograd.grad((leaf.sin() * b).sum(), leaf)
+            there.append(gradient)
+        elif kind == 6:
+            there.append(torch.func.vmap(lambda row, b=b: row * b.sum(0))(a))
+        elif kind == 7:
+            total[choose(4) :].mul_(0.9)
+        else:
+            there.append(torch.rand(4, 4, dtype=x.dtype) * a)
+    return [there[-1], there[-2] + 0.0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_programs(seed):
+    torch.manual_seed(seed)
+    x, y, weight = (torch.randn(4, 4, dtype=torch.float64) for _ in range(3))
+    total = torch.randn(4, 4, dtype=torch.float64)
+    before = [t.clone() for t in (x, y, weight, total)]
+    state = torch.get_rng_state()
+    tape, given = record(lambda: program(seed, x, y, weight, total), [x, y], staying=[weight])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, before, (x, y, weight, total)))
+    others = {id(weight): torch.randn(4, 4, dtype=torch.float64), id(total): total.clone()}
+    for _ in range(2):
+        inputs = [torch.randn(4, 4, dtype=torch.float64) for _ in range(2)]
+        of_tape, expected = others[id(total)].clone(), others[id(total)].clone()
+        torch.manual_seed(1)
+        wanted = program(seed, *inputs, others[id(weight)], expected)
+        torch.manual_seed(1)
+        found = run(tape, inputs, [of_tape if t is total else others[id(weight)] for t in given])
+        assert all(map(torch.equal, found, wanted))
+        assert torch.equal(of_tape, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * float(x.sum()),
+        lambda x: x[x > 0],
+        lambda x: x * len(x.nonzero()),
+        lambda x: x * sum(x.flatten().tolist()),
+        lambda x: x * float(x.numpy().sum()),
+        lambda x: x.clone().resize_(2),
+    ],
+)
+def test_what_cannot_be_recorded(function):
+    x = torch.randn(4)
+    with pytest.raises(NotRecordable):
+        record(lambda: [function(x)], [x])
+
+
+def test_what_stays_is_computed_once():
+    weight, total, calls = torch.randn(3, 3), torch.zeros(3, 3), []
+    tape, given = record(lambda: [total.add_(torch.randn(3, 3) @ weight.exp().inverse())], [], staying=[weight])
+    prepared = tape.prepared(given)
+    from ella_cuda.laplace.interception import OperatorMode
+
+    with OperatorMode(lambda op, args, kwargs: calls.append(str(op)) or op(*args, **kwargs)):
+        tape.run([], given, prepared, tape.draws(None))
+    assert calls == ["aten.randn.default", "aten.mm.default", "aten.add_.Tensor"]

@@ -170,8 +170,8 @@ def test_sums_that_are_added_to(patient, replays):
 
 
 def test_a_generator_gives_each_batch_its_draws(patient, replays):
-    model, loader, found = perceptron(), in_threes(*vectors(9)), []
-    for model, batches in ((model, 2), (copy.deepcopy(model), NEVER), (model, 2)):
+    ours, loader, found = perceptron(), in_threes(*vectors(9)), []
+    for model, batches in ((ours, 2), (copy.deepcopy(ours), NEVER), (ours, 2)):
         patient(batches)
         generator = torch.Generator().manual_seed(7)
         found.append(

@@ -98,23 +98,6 @@ def test_auroc_of_sets_apart_and_of_infinite_scores():
     assert [float(metrics.auroc(*pair)) for pair in ((low, high), (high, low), (high, high))] == [1, 0, 0.5]
 
 
-@pytest.mark.parametrize("shape", [(30,), (30, 3)])
-def test_gaussian_nll_is_scipys(shape):
-    mean, y, variance = torch.randn(shape), torch.randn(shape), torch.rand(shape) + 0.1
-    log_p = scipy.stats.norm.logpdf(y.double(), mean.double(), variance.double().sqrt())
-    assert float(metrics.gaussian_nll(mean, variance, y)) == pytest.approx(-log_p.sum() / 30, rel=1e-12)
-
-
-def test_gaussian_nll_of_covariances_is_scipys():
-    mean, y, root = torch.randn(6, 3), torch.randn(6, 3), torch.randn(6, 3, 3, dtype=torch.float64)
-    covariance = root @ root.mT + 0.1 * torch.eye(3)
-    log_p = [
-        scipy.stats.multivariate_normal.logpdf(*(t.double().numpy() for t in one))
-        for one in zip(y, mean, covariance, strict=True)
-    ]
-    assert float(metrics.gaussian_nll(mean, covariance, y)) == pytest.approx(-np.mean(log_p), rel=1e-9)
-
-
 P, Y = torch.full((4, 3), 1 / 3), torch.tensor([0, 1, 2, 0])
 OF_LABELS = (
     metrics.nll,
@@ -164,12 +147,6 @@ def test_bins_are_counted(bins, error):
         (lambda: metrics.auroc(torch.ones(2), torch.tensor([math.nan])), ValueError, "scores_out must have no NaN, got 1 of 1"),
         (lambda: metrics.auroc(torch.ones(2).long(), torch.ones(2)), TypeError, "scores_in must be a floating-point"),
         (lambda: metrics.entropy(P * 2), ValueError, "entropy: p must be probabilities"),
-        (lambda: metrics.gaussian_nll(P, P, P[:3]), ValueError, r"y must have the mean's shape \(4, 3\), got \(3, 3\)"),
-        (lambda: metrics.gaussian_nll(P, P[:, :1], P), ValueError, r"variance must have shape \(4, 3\) or \(4, 3, 3\), got \(4, 1\)"),
-        (lambda: metrics.gaussian_nll(P, 0 * P, P), ValueError, "variance must be positive, got 0"),
-        (lambda: metrics.gaussian_nll(P, -torch.eye(3).expand(4, 3, 3), P), ValueError, "positive definite, got one at index 0"),
-        (lambda: metrics.gaussian_nll(P * math.inf, P, P), ValueError, "mean must be finite, got 12 values"),
-        (lambda: metrics.gaussian_nll(P[:0], P[:0], P[:0]), ValueError, "mean must have shape"),
     ],
 )  # fmt: skip
 def test_other_arguments_are_named(call, error, words):

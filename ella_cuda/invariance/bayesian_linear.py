@@ -119,38 +119,6 @@ class BayesianLinear(nn.Module):
         norm = square + self.mean.square().sum()
         return 0.5 * (self.prior_precision * norm - count - count * self.log_prior_precision) - self.log_scale.sum()
 
-    @torch.no_grad()
-    def fit_(self, features: Tensor, y: Tensor, sigma_noise: float | Tensor = 1.0) -> None:
-        r"""Put q to the best one of its family, of Gaussian targets: "full" is then the exact posterior
-        :math:`\Sigma = (\Phi^T \Phi/\sigma^2 + \delta I)^{-1}`, :math:`\mu = \Sigma \Phi^T y/\sigma^2`, and the bound the evidence.
-        In float64, whatever the layer's dtype.
-
-        Args:
-            features: ``(N, D)``. y: ``(N, K)``. sigma_noise: standard deviation.
-
-        Raises:
-            TypeError, ValueError: an argument does not fit.
-        """
-        self._check(features)
-        if y.shape != (len(features), self.out_features):
-            raise ValueError(
-                f"BayesianLinear: y must have shape {(len(features), self.out_features)}, got {tuple(y.shape)}."
-            )
-        weight = positive("sigma_noise", sigma_noise, "BayesianLinear") ** -2
-        features, y = features.double(), y.double()
-        identity = torch.eye(self.in_features, dtype=features.dtype, device=features.device)
-        precision = weight * features.T @ features + self.prior_precision.double() * identity
-        root = torch.linalg.cholesky(precision.flip(0, 1))  # flipped it is upper triangular, U: precision = U U^T
-        self.mean.copy_((weight * torch.cholesky_solve((features.T @ y).flip(0), root).flip(0)).T)
-        if self.q == "diag":
-            self.log_scale.copy_((-precision.diagonal().log() / 2).expand_as(self.log_scale))
-            return
-        lower = torch.linalg.solve_triangular(
-            root.flip(0, 1).T, identity, upper=False
-        )  # L = U^-T: no inverse is factorised
-        self.lower.copy_(lower.tril(-1).expand_as(self.lower))
-        self.log_scale.copy_(lower.diagonal().log().expand_as(self.log_scale))
-
     def _check(self, features: Tensor) -> None:
         if not features.dim() or features.shape[-1] != self.in_features:
             raise ValueError(

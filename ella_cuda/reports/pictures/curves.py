@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ella_cuda.reports.pictures.broken import accuracy_axis
 from ella_cuda.reports.pictures.page import (
     MARKERS,
     NORMAL,
@@ -152,9 +151,8 @@ def _draw_results(
             beside = SPREAD * ((k + 0.5) / len(members) - 0.5)
             style = {**styles[network_title(row), row["objective"]], "linestyle": "", "markersize": 4}
             axis.plot(place + beside, row["accuracy"], zorder=3, **style)
-    said = accuracy_axis([axis], "y", [r["accuracy"] for r in finished])
     images = f"{finished[0]['evaluated_size']:,} {EVALUATED[finished[0]['evaluated_on']]}"
-    plain_axes(axis, "", "in the legend's order", f"accuracy, %{said},\n{images}")
+    plain_axes(axis, "", "in the legend's order", f"accuracy, %,\n{images}")
     axis.set_xlim(-0.7, len(labels) - 0.3)
     axis.set_xticks([])
 

@@ -70,7 +70,7 @@ def test_accuracies_of_finished_runs_stand_apart_in_the_legends_order():
     assert min(b - a for a, b in itertools.pairwise(pixels)) > 4  # points: a marker's width
     assert [line.get_markerfacecolor() == "white" for line in points] == [True] * 3 + [False] * 6
     assert [line.get_color() for line in points] == [line.get_color() for line in figure.axes[0].lines[:9]]
-    assert axis.get_ylabel() == "accuracy, %, broken axis,\n360 test images"
+    assert axis.get_ylabel() == "accuracy, %,\n360 test images"
     assert "seeds 0, 1, 2" in figure.axes[0].get_title(loc="left")
 
 

@@ -96,7 +96,15 @@ def reliability(p: Tensor, y: Tensor, bins: int = 15) -> Reliability:
     Raises:
         TypeError, ValueError: as :func:`nll`; ``bins`` is no positive integer.
     """
-    return _reliability("reliability", p, y, bins)
+    if isinstance(bins, bool) or not isinstance(bins, Integral) or bins < 1:
+        raise ValueError(f"reliability: bins must be a positive integer, got {bins!r}.")
+    p, y = _checked("reliability", p, y)
+    confidence = p.amax(1)
+    edges = torch.arange(1, bins, device=p.device, dtype=torch.float64) / bins
+    index = torch.bucketize(confidence, edges, right=True)
+    count = torch.bincount(index, minlength=bins)
+    sums = [torch.bincount(index, weights=values, minlength=bins) for values in (confidence, _hits(p, y))]
+    return Reliability(count, *(total / count for total in sums))
 
 
 def expected_calibration_error(p: Tensor, y: Tensor, bins: int = 15) -> Tensor:
@@ -108,7 +116,7 @@ def expected_calibration_error(p: Tensor, y: Tensor, bins: int = 15) -> Tensor:
     Returns:
         A 0-dim float64 tensor in [0, 1].
     """
-    return _reliability("expected_calibration_error", p, y, bins).error()
+    return reliability(p, y, bins).error()
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
@@ -140,20 +148,6 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     ordered, others = scores_in.double().sort().values, scores_out.double()
     below, not_above = (torch.searchsorted(ordered, others, right=right).sum() for right in (False, True))
     return (below + not_above).double() / (2 * len(ordered) * len(others))
-
-
-def _reliability(function: str, p: Tensor, y: Tensor, bins: int) -> Reliability:
-    if isinstance(bins, bool) or not isinstance(bins, Integral) or bins < 1:
-        raise (ValueError if isinstance(bins, Integral) else TypeError)(
-            f"{function}: bins must be a positive integer, got {bins!r}."
-        )
-    p, y = _checked(function, p, y)
-    confidence = p.amax(1)
-    edges = torch.arange(1, bins, device=p.device, dtype=torch.float64) / bins
-    index = torch.bucketize(confidence, edges, right=True)
-    count = torch.bincount(index, minlength=bins)
-    sums = [torch.bincount(index, weights=values, minlength=bins) for values in (confidence, _hits(p, y))]
-    return Reliability(count, *(total / count for total in sums))
 
 
 def _hits(p: Tensor, y: Tensor) -> Tensor:

@@ -128,14 +128,15 @@ OF_LABELS = (
     ],
 )
 def test_what_is_no_prediction_is_refused(function, p, y, error, words):
-    with pytest.raises(error, match=f"^{function.__name__}: .*{words}"):
+    name = "reliability" if function is metrics.expected_calibration_error else function.__name__
+    with pytest.raises(error, match=f"^{name}: .*{words}"):
         function(p, y)
 
 
-@pytest.mark.parametrize(("bins", "error"), [(0, ValueError), (-1, ValueError), (True, ValueError), (1.5, TypeError)])
-def test_bins_are_counted(bins, error):
+@pytest.mark.parametrize("bins", [0, -1, True, 1.5])
+def test_bins_are_counted(bins):
     for function in (metrics.reliability, metrics.expected_calibration_error):
-        with pytest.raises(error, match=f"{function.__name__}: bins must be a positive integer, got {bins}"):
+        with pytest.raises(ValueError, match=f"reliability: bins must be a positive integer, got {bins}"):
             function(P, Y, bins)
 
 

@@ -3,7 +3,6 @@
 from ella_cuda.data.augment import AUGMENTATIONS, FlipsShifts, augmentation
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import stratified_order
-from ella_cuda.data.idx import read_idx
 from ella_cuda.data.loader import TensorLoader
 from ella_cuda.data.preprocess import black_as_zero, holdout, normalize, normalized_as, resize, subsample
 from ella_cuda.data.sources import SOURCES, load
@@ -24,7 +23,6 @@ __all__ = [
     "make_task",
     "normalize",
     "normalized_as",
-    "read_idx",
     "resize",
     "rotated",
     "stratified_order",

@@ -1,6 +1,6 @@
 """Image data sets as tensors, the tasks made from them, and a loader that keeps them on one device."""
 
-from ella_cuda.data.augment import AUGMENTATIONS, FlipsShifts, augmentation
+from ella_cuda.data.augment import AUGMENTATIONS, FlipsShifts
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import stratified_order
 from ella_cuda.data.loader import TensorLoader
@@ -16,7 +16,6 @@ __all__ = [
     "Dataset",
     "FlipsShifts",
     "TensorLoader",
-    "augmentation",
     "black_as_zero",
     "holdout",
     "load",

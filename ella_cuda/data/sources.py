@@ -91,14 +91,6 @@ def _idx(name: str, torchvision_name: str, system_folders: tuple[Path, ...], roo
             f"holds them as root (--data-dir), {package}or let download=True (--download) fetch them."
         )
     contents, arrays = zip(*map(read_idx, files), strict=True)
-    for file, array, ndim in zip(files, arrays, (3, 1, 3, 1), strict=True):
-        if array.ndim != ndim:
-            raise ValueError(f"{file} must have {ndim} dimension(s), got shape {array.shape}.")
-    for images, labels in ((0, 1), (2, 3)):
-        if len(arrays[images]) != len(arrays[labels]):
-            raise ValueError(
-                f"{files[images]} has {len(arrays[images])} images and {files[labels]} has {len(arrays[labels])} labels; they must agree."
-            )
     train_images, train_labels, test_images, test_labels = arrays
     compare(name, [(str(f), n, md5(raw)) for f, n, raw in zip(files, IDX_FILES, contents, strict=True)])
     return _tensors((train_images[:, None], train_labels), (test_images[:, None], test_labels), 10)

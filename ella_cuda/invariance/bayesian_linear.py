@@ -26,13 +26,12 @@ class BayesianLinear(nn.Module):
 
     Parameters:
         mean: ``(K, D)``. log_scale: ``(K, D)``, logarithms of L's diagonal. lower: ``(K, D, D)``, of which the part below the diagonal is
-            L's; "full" alone. log_prior_precision: ``()``; a buffer where it is not learned.
+            L's; "full" alone. log_prior_precision: ``()``.
 
     Args:
         in_features, out_features: D and K.
         q: "full" or "diag".
         prior_precision: :math:`\delta` at the start.
-        learn_prior: whether it is a parameter.
         device, dtype: of the parameters; None is torch's default.
 
     Raises:
@@ -42,8 +41,6 @@ class BayesianLinear(nn.Module):
     biases in neural networks", 2022, equations 8 to 10. The closed forms are those of Gaussian distributions.
     """
 
-    log_prior_precision: Tensor
-
     def __init__(
         self,
         in_features: int,
@@ -51,7 +48,6 @@ class BayesianLinear(nn.Module):
         q: str = "full",
         *,
         prior_precision: float = 1.0,
-        learn_prior: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -66,11 +62,7 @@ class BayesianLinear(nn.Module):
         self.log_scale = nn.Parameter(torch.full(shape, math.log(START) - log_precision / 2, **kind))
         if q == "full":
             self.lower = nn.Parameter(torch.zeros(*shape, self.in_features, **kind))
-        precision = torch.tensor(log_precision, **kind)
-        if learn_prior:
-            self.log_prior_precision = nn.Parameter(precision)
-        else:
-            self.register_buffer("log_prior_precision", precision)
+        self.log_prior_precision = nn.Parameter(torch.tensor(log_precision, **kind))
 
     @property
     def prior_precision(self) -> Tensor:
@@ -131,5 +123,4 @@ class BayesianLinear(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        learned = isinstance(self.log_prior_precision, nn.Parameter)
-        return f"{self.in_features}, {self.out_features}, q={self.q!r}, learn_prior={learned}"
+        return f"{self.in_features}, {self.out_features}, q={self.q!r}"

@@ -54,14 +54,6 @@ def test_moments_are_those_of_q(q):
     )
 
 
-def test_the_priors_precision_is_learned_or_fixed():
-    learned, fixed = (BayesianLinear(2, 1, learn_prior=learn, prior_precision=3.0) for learn in (True, False))
-    assert "log_prior_precision" in dict(learned.named_parameters()) and "log_prior_precision" in dict(
-        fixed.named_buffers()
-    )
-    assert learned.prior_precision.item() == pytest.approx(3) == fixed.prior_precision.item()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -88,7 +88,7 @@ def test_the_legends_lines_are_the_runs():
     labels = [t.get_text() for t in legend.get_texts()][:4]
     assert labels == ["S-CONV, MAP", "S-CONV, anchors, evidence", "FC+CONV, evidence", "CONV, MAP"]
     losses, _, accuracies = figure.axes
-    for handle, *lines in zip(legend.legend_handles, losses.lines, accuracies.lines, strict=False):
+    for handle, *lines in zip(legend.legend_handles[:4], losses.lines, accuracies.lines, strict=False):
         for line in lines:
             same = ("color", "marker", "markerfacecolor", "linestyle")
             assert [getattr(line, f"get_{of}")() for of in same] == [getattr(handle, f"get_{of}")() for of in same]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -398,6 +399,13 @@ class EllaKronLaplace(laplace.KronLaplace):
         precision = self._fitted().prior_precision
         away = (self.mean.double() - self.prior_mean.double()).split([p.numel() for p in self.params])
         return (precision * torch.stack([part.square().sum() for part in away])).sum()
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """The log density at parameters ``(..., P)``: ``(...)``."""
+        exponent = -0.5 * self.square_norm(value)
+        if not normalized:
+            return exponent
+        return exponent + 0.5 * (self.log_det_posterior_precision - self.n_params * math.log(2 * math.pi))
 
     def square_norm(self, value: Tensor) -> Tensor:
         return self.posterior_precision.posterior().square_form(value - self.mean)

@@ -64,11 +64,13 @@ def reconstructed(whole, real):
         quiet, path = {"progress_bar": False, "checkpoint_every": whole(1)}, Path(f"{method}-{whole.__name__}")
         dip.reconstruct(y, n_steps=whole(2), lr=real(0.125), checkpoint=path, **quiet)
         dip.linearise()
+        other = path.with_suffix(".h")
         counts = {"n_steps": whole(2), "linear_steps": whole(2)}
         rates = {"lr": real(0.125), "linear_lr": real(0.125), "tv_prior": real(0.5)}
         generator = torch.Generator().manual_seed(0)
-        dip.optimize_hyperparameters(generator=generator, progress_bar=False, **counts, **rates)
-        torch.load(path, weights_only=True)
+        dip.optimize_hyperparameters(checkpoint=other, generator=generator, **counts, **rates, **quiet)
+        for file in (path, other):
+            torch.load(file, weights_only=True)
         found += [dip.sample(whole(2), generator), dip.variance(n_samples=whole(3), generator=generator)]
         found.append(dip.log_density(torch.ones(8, 8), patch_size=whole(4), n_samples=whole(9), generator=generator))
     return found

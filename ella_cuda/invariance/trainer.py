@@ -21,6 +21,7 @@ from ella_cuda.ops._precision import without_autocast
 from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import (
     Checkpoint,
+    load_checkpoint,
     random_state,
     restore,
     threads_of,
@@ -118,7 +119,7 @@ class ElboTrainer:
         else:
             self._points = Points(positive_integer("n_data", n_data, "ElboTrainer"), "ElboTrainer: train_loader", "")
         self.n_data = self._points.count
-        self._loader, self._checkpoint = train_loader, Checkpoint(checkpoint, "ElboTrainer")
+        self._loader, self._checkpoint, self._path = train_loader, Checkpoint(checkpoint, "ElboTrainer"), checkpoint
         self._frequency, self._bound = checkpoint_frequency, {"n_samples": n_samples, "unbiased": unbiased}
         self._augments = list(model.augments()) if learn_amounts else []
         self._groups = self._parameters(objective)
@@ -153,8 +154,8 @@ class ElboTrainer:
     def run(self) -> ShallowNetwork:
         """Epochs and checkpoints from where the training is, or its checkpoint was, to the last epoch; returns the model."""
         with self._checkpoint.claimed():
-            if (state := self._checkpoint.read()) is not None:
-                self._restore(self._checkpoint.source, state)
+            if self._checkpoint and Path(self._path).exists():
+                self._restore(self._checkpoint.source, load_checkpoint(self._path, self._settings, self.model))
             bar = tqdm(total=self.n_epochs, initial=self.epochs, unit="epoch", **self._bar, **bar_size())
             with bar:
                 while self.epochs < self.n_epochs:

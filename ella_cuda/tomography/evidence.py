@@ -154,6 +154,13 @@ class DenseMeasured:
         reduced = torch.linalg.solve_triangular(self._factor(weights, noise), self.operator @ prior, upper=False)
         return prior - reduced.T @ reduced
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next evaluations depend on besides their arguments and torch's generator."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
     def _factor(self, weights: Tensor, noise: Tensor) -> Tensor:
         matrix = (weights @ self.terms.flatten(1)).view(self.terms.shape[1:])
         matrix.diagonal().add_(noise)
@@ -341,6 +348,16 @@ class IterativeMeasured:
             explained = self.smoothed(weights, self.solve(weights, noise, self.measure(before)))
             found[rows] = (before - explained).flatten(1)
         return found.add_(found.T.clone()).div_(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations": self._evaluations, "low_rank": self._low_rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        low_rank = state["low_rank"]
+        if type(state["evaluations"]) is not int or any(part.dtype != torch.float64 for part in low_rank or ()):
+            raise ValueError("evaluations must be an integer, and low_rank None or two tensors torch.float64")
+        self._low_rank = None if low_rank is None else tuple(part.to(self.image.device) for part in low_rank)
+        self._evaluations, self._conditioned_at = state["evaluations"], None
 
     def measure(self, images: Tensor) -> Tensor:
         """A x: ``(S, H, W) -> (S, n)``, float64."""

@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ella_cuda.digest import tensors_digest
 from ella_cuda.laplace import TangentModel
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.ops._precision import in_own_precision
-from ella_cuda.progress import bar_size
-from ella_cuda.tomography.deep_image_prior import as_image, data_loss, fit_network
+from ella_cuda.tomography.deep_image_prior import Loop, as_image, data_loss, fit_network, require_same
 from ella_cuda.tomography.evidence import (
     DenseMeasured,
     IterativeMeasured,
@@ -27,7 +25,6 @@ from ella_cuda.tomography.evidence import (
 from ella_cuda.tomography.filter_prior import FilterPrior
 from ella_cuda.tomography.rays import DTYPES, LinearMap, RayTransform
 from ella_cuda.tomography.total_variation import differences, expected_absolute
-from ella_cuda.training.checkpoint import Checkpoint
 from ella_cuda.training.checks import positive, positive_integer
 
 METHODS = ("auto", "dense", "iterative")
@@ -180,21 +177,19 @@ class LinearisedDIP:
         n_steps = positive_integer("n_steps", n_steps, where)
         checkpoint_every = positive_integer("checkpoint_every", checkpoint_every, where)
         lr = positive("lr", lr, where)
-        rays = self.ray_transform
         settings = {
-            "of": where,
-            "data": {"measurement": tensors_digest(y), "input": tensors_digest(x)},
-            "angles": rays.angles.tolist() if isinstance(rays, RayTransform) else None,
+            "data": tensors_digest(y),
+            "network_input": tensors_digest(x),
+            "ray_transform": self._geometry(),
             "tv_weight": self.tv_weight,
             "lr": lr,
-            "trained": [name for name, p in self.network.named_parameters() if p.requires_grad],
+            "parameters": [[name, list(p.shape), p.requires_grad] for name, p in self.network.named_parameters()],
         }
-        kept = Checkpoint(checkpoint, where)
+        loop = Loop(where, checkpoint, settings, checkpoint_every, progress_bar)
         with evaluation_mode(self.network), torch.no_grad():
             as_image(self.network(x), self.ray_transform)
         self._image = self._measured = self.reconstruction = self.theta = None
-        session = (n_steps, lr, kept, checkpoint_every, settings, progress_bar)
-        self.losses = fit_network(self.network, x, y, rays, self.tv_weight, *session)
+        self.losses = fit_network(self.network, x, y, self.ray_transform, self.tv_weight, n_steps, lr, loop)
         self._x, self._y = x, y
         with evaluation_mode(self.network), torch.no_grad():
             self.reconstruction = as_image(self.network(x), self.ray_transform).clone()
@@ -311,6 +306,8 @@ class LinearisedDIP:
         tv_prior: float = 0.0,
         linear_steps: int = 1000,
         linear_lr: float = 1e-4,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 100,
         progress_bar: bool = True,
         generator: torch.Generator | None = None,
     ) -> list[float]:
@@ -329,15 +326,17 @@ class LinearisedDIP:
                 :math:`\kappa_d` the expected total variation under block d's prior around the reconstruction, in closed form. 0 is none; the
                 paper's is 1 for small images.
             linear_steps, linear_lr: of "linear_tv".
-            progress_bar: show one.
-            generator: of the probes of ``method="iterative"``; None is torch's own.
+            checkpoint, checkpoint_every, progress_bar: see :meth:`reconstruct`; the file is another. "linear_tv" has a second one beside it,
+                for its weights, with ``.linear`` at the end of the name.
+            generator: of the probes of ``method="iterative"``; None is torch's own. A checkpoint keeps its state too.
 
         Returns:
             The objective before every step; NaN with ``method="iterative"``, which estimates its gradient alone.
 
         Raises:
-            ValueError: an argument is out of range.
+            ValueError: an argument is out of range; the checkpoint does not fit.
             RuntimeError: :meth:`linearise` was not called. FloatingPointError: the objective's gradient is not finite.
+            OSError: the checkpoint cannot be written.
 
         Source: Antoran, Barbano et al., TMLR 2023, sections 4.1 to 4.3; for the weights, Antoran et al., ICML 2022.
         """
@@ -346,10 +345,34 @@ class LinearisedDIP:
         check_choice("at", at, PLACES)
         n_steps = positive_integer("n_steps", n_steps, where)
         linear_steps = positive_integer("linear_steps", linear_steps, where)
+        checkpoint_every = positive_integer("checkpoint_every", checkpoint_every, where)
         lr, linear_lr = positive("lr", lr, where), positive("linear_lr", linear_lr, where)
         tv_prior = _at_least_zero(where, "tv_prior", tv_prior)
+        settings: dict[str, Any] = {
+            "data": tensors_digest(self._y, self._x, self._image.tangent.point),
+            "ray_transform": self._geometry(),
+            "tv_weight": self.tv_weight,
+            "at": at,
+            "tv_prior": tv_prior,
+            "lr": lr,
+            "form": self.form,
+            "iterative": None if self.is_dense else self._iterative,
+            "blocks": [[block.name, list(block.parameters)] for block in self.prior.blocks],
+            "linear": [linear_steps, linear_lr] if at == "linear_tv" else None,
+            "generator": generator is not None,
+        }
+        loop = Loop(where, checkpoint, settings, checkpoint_every, progress_bar)
+        projected = self.ray_transform.forward(self.reconstruction)
         if at == "linear_tv":
-            self.theta = self._linear_weights(linear_steps, linear_lr, progress_bar)
+            own = {"data", "ray_transform", "tv_weight", "form", "blocks"}
+            beside = Loop(
+                "LinearisedDIP: linear weights",
+                None if checkpoint is None else Path(checkpoint).with_name(Path(checkpoint).name + ".linear"),
+                {key: settings[key] for key in settings if key in own} | {"linear_lr": linear_lr},
+                checkpoint_every,
+                progress_bar,
+            )
+            self.theta = self._linear_weights(linear_steps, linear_lr, projected, beside)
         elif at == "network":
             self.theta = self._image.tangent.point.double()
         raw = {key: value.clone().requires_grad_() for key, value in self._raw.items()}
@@ -357,20 +380,44 @@ class LinearisedDIP:
         tv_terms = self._measured.difference_terms(generator) if tv_prior and self.prior.smooth else None
         moments = None if at == "linear" else self.prior.moments(self.theta)
 
-        values: list[float] = []
+        def step() -> float:
+            optimizer.zero_grad()
+            value = self._objective(raw, moments, tv_prior, tv_terms, generator)
+            (-value).backward()
+            if not all(r.grad.isfinite().all() for r in raw.values()):
+                raise FloatingPointError(
+                    f"{where}: the gradient is not finite; lower lr, or set_hyperparameters first."
+                )
+            optimizer.step()
+            with torch.no_grad():
+                raw["log_variance"].clamp_(min=LEAST_LOG_VARIANCE)
+            return value.item()
+
+        def state() -> dict[str, Any]:
+            return {
+                "raw": {key: r.detach() for key, r in raw.items()},
+                "optimizer": optimizer.state_dict(),
+                "tv_terms": tv_terms,
+                "measured": self._measured.state_dict(),
+                "projected": projected,
+                "generator": None if generator is None else generator.get_state(),
+            }
+
+        def restore(kept: Mapping[str, Any]) -> None:
+            nonlocal tv_terms
+            require_same(kept["projected"], projected)
+            with torch.no_grad():
+                for key, r in raw.items():
+                    r.copy_(kept["raw"][key])
+            optimizer.load_state_dict(kept["optimizer"])
+            if tv_terms is not None:
+                tv_terms = kept["tv_terms"].to(tv_terms)
+            self._measured.load_state_dict(kept["measured"])
+            if generator is not None:
+                generator.set_state(kept["generator"])
+
         with torch.enable_grad():
-            for _ in tqdm(range(n_steps), desc=where, disable=not progress_bar, **bar_size()):
-                optimizer.zero_grad()
-                value = self._objective(raw, moments, tv_prior, tv_terms, generator)
-                (-value).backward()
-                if not all(r.grad.isfinite().all() for r in raw.values()):
-                    raise FloatingPointError(
-                        f"{where}: the gradient is not finite; lower lr, or set_hyperparameters first."
-                    )
-                optimizer.step()
-                with torch.no_grad():
-                    raw["log_variance"].clamp_(min=LEAST_LOG_VARIANCE)
-                values.append(value.item())
+            values = loop.run(n_steps, step, state, restore)
         self._raw = {key: r.detach().clone() for key, r in raw.items()}
         if at == "linear":
             self.theta = self.linear_mode()
@@ -580,7 +627,7 @@ class LinearisedDIP:
         return sizes.log().sum() - strength * kappa.sum()
 
     @torch.no_grad()
-    def _linear_weights(self, n_steps: int, lr: float, progress_bar: bool) -> Tensor:
+    def _linear_weights(self, n_steps: int, lr: float, projected: Tensor, loop: Loop) -> Tensor:
         """The linear model's weights by Adam on the loss of the reconstruction, from the network's on, or from 0 in the simple form; those of
         the least loss."""
         tangent, x, best, loss = self._image.tangent, self._x, math.inf, math.inf
@@ -599,7 +646,8 @@ class LinearisedDIP:
             loss = value.item()
             return slope
 
-        for _ in tqdm(range(n_steps), desc="LinearisedDIP: linear weights", disable=not progress_bar, **bar_size()):
+        def step() -> float:
+            nonlocal best, found
             along = theta.detach() if simple else theta.detach() - point
             theta.grad = tangent.push_pull(x, along, cotangent)
             if not math.isfinite(loss):
@@ -609,6 +657,24 @@ class LinearisedDIP:
             if loss < best:
                 best, found = loss, theta.detach().clone()
             optimizer.step()
+            return loss
+
+        def state() -> dict[str, Any]:
+            return {
+                "theta": theta.detach(),
+                "best": [best, found],
+                "optimizer": optimizer.state_dict(),
+                "projected": projected,
+            }
+
+        def restore(kept: Mapping[str, Any]) -> None:
+            nonlocal best, found
+            require_same(kept["projected"], projected)
+            theta.detach().copy_(kept["theta"])
+            best, found = float(kept["best"][0]), kept["best"][1].to(theta)
+            optimizer.load_state_dict(kept["optimizer"])
+
+        loop.run(n_steps, step, state, restore)
         return found
 
     def _weights(self, raw: Mapping[str, Tensor]) -> Tensor:
@@ -634,6 +700,15 @@ class LinearisedDIP:
         # Dense matrices are factorised once for all.
         parts = (drawn * noise.sqrt() - projected).split(n if self.is_dense else self.batch_size)
         return x + torch.cat([measured.smoothed(weights, measured.solve(weights, noise, part)) for part in parts])
+
+    def _geometry(self) -> list[Any]:
+        """What a checkpoint can tell transforms apart by."""
+        rays = self.ray_transform
+        return [
+            list(rays.data_shape),
+            list(rays.image_shape),
+            rays.angles.tolist() if isinstance(rays, RayTransform) else None,
+        ]
 
     def _data(self, where: str, y: Tensor) -> Tensor:
         shape = self.ray_transform.data_shape

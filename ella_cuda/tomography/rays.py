@@ -236,6 +236,8 @@ class RayOperator(LinearMap):
         image_size: the side of a square image, or ``(H, W)``.
         image_shape: the shape in which ``forward`` takes an image and ``adjoint`` returns it, as many numbers as the image has:
             ``(1, 1, H, W)`` for deepinv, ``(1, H, W)`` for tomosipo; None is ``(H, W)``.
+        batched: whether both functions take several images or data at once, along a new first axis; else they are called for each.
+        fbp: a function of data that returns an image, for the network's input; None is the best multiple of the adjoint's image.
         dtype, device: of the check.
 
     Attributes:
@@ -254,6 +256,8 @@ class RayOperator(LinearMap):
         image_size: int | tuple[int, int],
         *,
         image_shape: Sequence[int] | None = None,
+        batched: bool = False,
+        fbp: Callable[[Tensor], Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -264,14 +268,26 @@ class RayOperator(LinearMap):
                 f"RayOperator: image_shape must have the {math.prod(self.image_shape)} numbers of a {self.image_shape} image, got "
                 f"{self._takes}."
             )
-        self._functions = (forward, adjoint)
-        found = _returned("forward", forward(torch.zeros(self._takes, dtype=dtype, device=device)))
-        self.data_shape = tuple(found.shape)
+        self._functions, self._batched, self._fbp = (forward, adjoint), batched, fbp
+        blank = torch.zeros(self._takes, dtype=dtype, device=device)
+        found = forward(blank[None] if batched else blank)
+        _returned("forward", found)
+        self.data_shape = tuple(found.shape[1:] if batched else found.shape)
         if not self.data_shape:
             raise ValueError(
                 "RayOperator: forward must return measurements along one axis at least, got a single number."
             )
         self._check(dtype, torch.device(device))
+
+    def fbp(self, y: Tensor) -> Tensor:
+        if self._fbp is None:
+            return super().fbp(y)
+        y = self._checked("y", y, self.data_shape)
+        rows = y.reshape(-1, *self.data_shape).clone()
+        found = [_returned("fbp", self._fbp(row[None] if self._batched else row)) for row in rows]
+        if wrong := [tuple(image.shape) for image in found if image.numel() != math.prod(self.image_shape)]:
+            raise ValueError(f"RayOperator: fbp must return an image {self.image_shape}, got {wrong[0]}.")
+        return torch.stack(found).reshape(*y.shape[: y.dim() - len(self.data_shape)], *self.image_shape)
 
     def _product(self, x: Tensor, adjoint: bool) -> Tensor:
         within, into = (self.data_shape, self.image_shape) if adjoint else (self.image_shape, self.data_shape)
@@ -281,7 +297,8 @@ class RayOperator(LinearMap):
         if not len(rows):
             return x.new_zeros(*lead, *into)
         name = "adjoint" if adjoint else "forward"
-        found = torch.stack([_returned(name, function(row)) for row in rows])
+        several = rows[None] if self._batched else rows
+        found = torch.stack([_returned(name, function(some)) for some in several])
         if found.numel() != math.prod(lead) * math.prod(into):
             got = tuple(found.shape)
             raise ValueError(f"RayOperator: {name} must return {into} for each of {len(rows)} inputs, got {got}.")

@@ -11,9 +11,10 @@ import os
 import pickle
 import random
 import re
+import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ ENTRIES = {  # of a state of a trainer
     "learners": dict,
     "optimizer": dict,
 }
+BEFORE = {
+    "hyper_optimizer": "adam",
+    "augment": None,
+    "aug_sampling": None,
+    "keep": "last",
+}  # settings that older states do not name, and what they were
 ROUNDED = "optimizer_groups"  # whose rates may follow from sums, so that they hang on the number of threads by rounding
 ROUNDING = 1e-6  # relative
 OTHER_THREADS = "the same run up to rounding, not bit for bit"  # what the warning of other threads says
@@ -49,16 +56,24 @@ class Checkpoint:
     Args:
         path: the file, or None.
         owner: whose argument it is, for messages.
+        check: raises ValueError where a state lacks an entry; see :func:`check_entries`.
 
     Raises:
         TypeError: the path is none.
+        OSError: it is no file, or its folder is none, cannot be made or cannot be written to.
     """
 
-    def __init__(self, path: str | Path | None, owner: str = "marglik_training") -> None:
-        if path is not None and not isinstance(path, (str, Path)):
-            raise TypeError(f"{owner}: checkpoint must be a path or None, got {type(path).__name__}.")
+    def __init__(
+        self,
+        path: str | Path | None,
+        owner: str = "marglik_training",
+        check: Callable[[Path, dict[str, Any]], None] | None = None,
+    ) -> None:
         self.source = f"the checkpoint {path}"
+        if path is not None:
+            _require_writable(path, owner)
         self._path = None if path is None else Path(path)
+        self._check = check_entries if check is None else check
 
     def __bool__(self) -> bool:
         return self._path is not None
@@ -70,7 +85,7 @@ class Checkpoint:
         if self._path is None:
             yield
             return
-        path = self._path
+        path, lacking = self._path, [folder for folder in self._path.parents if not folder.exists()]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -78,18 +93,46 @@ class Checkpoint:
                 error.errno,
                 f"the folder {path.parent} of the checkpoint cannot be made ({error.strerror}); name another.",
             ) from error
-        with claim(path.with_name(f".{path.name}.lock"), self.source):
-            remove_temporary_files(path.parent, path.name)
-            yield
+        try:
+            with claim(path.with_name(f".{path.name}.lock"), self.source):
+                remove_temporary_files(path.parent, path.name)
+                yield
+        finally:
+            with contextlib.suppress(OSError):  # the first of them that is not empty
+                for folder in lacking:
+                    folder.rmdir()
 
     def read(self) -> dict[str, Any] | None:
-        """What was saved, see :func:`read_checkpoint`; None where nothing was."""
-        return read_checkpoint(self._path) if self._path is not None and self._path.exists() else None
+        """What was saved and checked, see :func:`read_checkpoint`; None where nothing was."""
+        if self._path is None or not self._path.exists():
+            return None
+        state = read_checkpoint(self._path)
+        self._check(self._path, state)
+        return state
 
     def save(self, state: dict[str, Any]) -> None:
         """See :func:`save_checkpoint`."""
         if self._path is not None:
             save_checkpoint(self._path, state)
+
+
+def _require_writable(checkpoint: str | Path, owner: str) -> None:
+    """Make sure that a checkpoint can be written, without leaving a trace."""
+    if not isinstance(checkpoint, (str, Path)):
+        raise TypeError(f"{owner}: checkpoint must be a path or None, got {type(checkpoint).__name__}.")
+    path = Path(checkpoint).absolute()
+    if path.is_dir():
+        raise IsADirectoryError(f"{owner}: checkpoint must be a file, but {checkpoint} is a folder; name a file in it.")
+    if path.exists() and (what := no_file(path)):
+        raise OSError(f"{owner}: checkpoint must be a file, but {checkpoint} is {what}; name another.")
+    folder = next(parent for parent in path.parents if parent.exists())  # below it folders are made
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"{owner}: the checkpoint {checkpoint} cannot be written: {folder} takes no file ({error}); choose another folder."
+        ) from error
 
 
 def require_loadable(learner: Learner) -> None:
@@ -197,7 +240,7 @@ def _check_run(source: str, state: Mapping[str, Any], settings: Mapping[str, Any
     for key in ("settings", "model"):
         if not isinstance(state.get(key), dict):
             raise _does_not_fit(source, f"has no {key}")
-    present = state["settings"]
+    present = BEFORE | state["settings"]
     for key, expected in settings.items():
         if key not in present:
             raise ValueError(

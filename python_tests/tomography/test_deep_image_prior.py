@@ -153,8 +153,8 @@ def test_checkpoints_of_others_and_damaged_ones_are_refused_and_kept(tmp_path):
     LinearisedDIP(small_unet(), RAYS).reconstruct(y, n_steps=4, checkpoint=path, **QUIET)
     content = path.read_bytes()
     for other, tv_weight, steps, words in (
-        (y + 1, 1e-4, 4, "with other measurement data"),
-        (y, 1e-3, 4, "written with tv_weight=0.0001, this run has 0.001"),
+        (y + 1, 1e-4, 4, "of another run: data, network_input"),
+        (y, 1e-3, 4, "of another run: tv_weight"),
         (y, 1e-4, 3, "has 4 steps, more than the 3"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -162,16 +162,20 @@ def test_checkpoints_of_others_and_damaged_ones_are_refused_and_kept(tmp_path):
                 other, n_steps=steps, checkpoint=path, **QUIET
             )
     turned = RayTransform(6, RAYS.angles + 0.1, 7)
-    with pytest.raises(ValueError, match="written with angles"):
+    with pytest.raises(ValueError, match="of another run: ray_transform"):
         LinearisedDIP(small_unet(), turned).reconstruct(y, RAYS.fbp(y), n_steps=4, checkpoint=path, **QUIET)
     assert path.read_bytes() == content
+    dip = LinearisedDIP(small_unet(), RAYS)
+    dip.reconstruct(y, n_steps=2, **QUIET)
+    with pytest.raises(ValueError, match="is of another run"):
+        dip.linearise().optimize_hyperparameters(2, checkpoint=path, **QUIET)
     save_checkpoint(path, {"epoch": 1})
-    with pytest.raises(ValueError, match="has no settings"):
+    with pytest.raises(ValueError, match="is a checkpoint of something else"):
         LinearisedDIP(small_unet(), RAYS).reconstruct(y, n_steps=4, checkpoint=path, **QUIET)
     path.write_bytes(content[:-100])
     with pytest.raises(ValueError, match="not a readable checkpoint"):
         LinearisedDIP(small_unet(), RAYS).reconstruct(y, n_steps=4, checkpoint=path, **QUIET)
-    with pytest.raises(ValueError, match=r"not a readable checkpoint .it is a folder"):
+    with pytest.raises(IsADirectoryError, match=r"LinearisedDIP.reconstruct: checkpoint must be a file"):
         LinearisedDIP(small_unet(), RAYS).reconstruct(y, checkpoint=tmp_path, **QUIET)
 
 
@@ -182,13 +186,12 @@ def scaled(by: float) -> RayOperator:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda k: k.pop("best"), "has no best"),
-        (lambda k: k["optimizer"].pop("param_groups"), "optimizer is of another form .'param_groups'"),
-        (lambda k: k.update(history=5), "history is a int"),
-        (lambda k: k["history"].pop(), "history has 1 entries of 2 epochs"),
+        (lambda k: k["state"].pop("best"), "does not fit .'best'"),
+        (lambda k: k["state"]["optimizer"].pop("param_groups"), "does not fit .'param_groups'"),
+        (lambda k: k.update(state=5), "has no state"),
         (lambda k: k.update(settings=5), "has no settings"),
-        (lambda k: k["settings"].update(lr=torch.ones(3)), "written with lr=tensor"),
-        (lambda k: k["settings"].update(lr=5), "written with lr=5"),
+        (lambda k: k["settings"].update(lr=torch.ones(3)), "is of another run: lr"),
+        (lambda k: k["settings"].update(lr=5), "is of another run: lr"),
     ],
 )
 def test_an_entry_of_another_form_is_named(tmp_path, kept, change, words):
@@ -216,7 +219,7 @@ def test_checkpoints_of_functions_with_the_same_shapes_are_told_apart(tmp_path):
     linear = UNet(channels=3, scales=2, skip_channels=(0, 2), sigmoid=False).double()
     for network, rays in ((small_unet(2), scaled(3.0)), (linear, scaled(1.0))):
         before = copy.deepcopy(network.state_dict())
-        with pytest.raises(ValueError, match="the network or ray_transform is another"):
+        with pytest.raises(ValueError, match=r"does not fit .*the network or ray_transform is another"):
             LinearisedDIP(network, rays).reconstruct(y, x, checkpoint=path, **options)
         assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     LinearisedDIP(small_unet(2), scaled(1.0)).reconstruct(y, x, checkpoint=path, **options)

@@ -10,7 +10,7 @@ import torch
 from scipy.linalg import hadamard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform, UNet
+from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform, UNet, filter_blocks
 from ella_cuda.tomography import evidence as evidence_module
 from ella_cuda.tomography import rays as rays_module
 from ella_cuda.tomography.evidence import DenseMeasured, IterativeMeasured
@@ -165,18 +165,74 @@ def test_hyperparameters_end_near_those_of_dense_matrices():
     assert dense.hyperparameters.noise < 0.5 * started
 
 
-def test_estimates_are_their_generators():
-    """The global one is left alone."""
-    dip, generator = fitted(2, method="iterative", n_probes=2), torch.Generator().manual_seed(5)
-    before, options = torch.get_rng_state(), {"lr": 0.05, "tv_prior": 1.0, **QUIET}
-    evidence = dip.log_marginal_likelihood(generator=generator)
-    assert dip.log_marginal_likelihood(generator=generator.manual_seed(5)) == evidence
-    found = []
-    for seed in (5, 5, 6):
-        dip.linearise().optimize_hyperparameters(5, generator=generator.manual_seed(seed), **options)
-        found.append(dip.hyperparameters)
-    assert found[0] == found[1] != found[2]
+@pytest.mark.parametrize("method", ["dense", "iterative"])
+def test_optimisation_goes_on_where_it_was_interrupted(method, tmp_path, monkeypatch):
+    options = {"lr": 0.05, "checkpoint_every": 2, "tv_prior": 1.0, **QUIET}
+
+    def start():
+        return fitted(method=method, n_probes=2, rank=9, max_iterations=4)
+
+    whole = start()
+    torch.manual_seed(3)
+    values = whole.optimize_hyperparameters(6, **options)
+    first, path = start(), tmp_path / "evidence.pt"
+    torch.manual_seed(3)
+    objective, left = first._objective, iter(range(5))
+    monkeypatch.setattr(first, "_objective", lambda *args: (next(left), objective(*args))[1])
+    with pytest.raises(StopIteration):
+        first.optimize_hyperparameters(6, checkpoint=path, **options)
+    again = start()
+    torch.manual_seed(11)
+    found = again.optimize_hyperparameters(6, checkpoint=path, **options)
+    assert again.hyperparameters == whole.hyperparameters and len(found) == 6
+    assert found == values or all(map(math.isnan, found))
+    with pytest.raises(ValueError, match="of another run: at"):
+        start().optimize_hyperparameters(6, at="linear", checkpoint=path, **options)
+    other = fitted(method=method, n_probes=3, rank=9, max_iterations=4)
+    if method == "iterative":
+        with pytest.raises(ValueError, match="of another run: iterative"):
+            other.optimize_hyperparameters(6, checkpoint=path, **options)
+    renamed = {name + "!": weights for name, weights in filter_blocks(small_unet()).items()}
+    with pytest.raises(ValueError, match=r"of another run: .*blocks"):
+        fitted(method=method, n_probes=2, rank=9, max_iterations=4, blocks=renamed).optimize_hyperparameters(
+            6, checkpoint=path, **options
+        )
+    other = start()
+    other._x = 2 * other._x
+    with pytest.raises(ValueError, match="of another run: data"):
+        other.linearise().optimize_hyperparameters(6, checkpoint=path, **options)
+    other = start()
+    matrix = other.ray_transform.matrix().to_dense() * 1.1
+    other.ray_transform._matrices = {
+        (torch.float64, torch.device("cpu"), t): (matrix.T if t else matrix) for t in (0, 1)
+    }
+    with pytest.raises(ValueError, match="the network or ray_transform is another"):
+        other.optimize_hyperparameters(6, checkpoint=path, **options)
+
+
+def test_estimates_are_their_generators(tmp_path, monkeypatch):
+    """The global one is left alone; a checkpoint keeps the state."""
+    options = {"lr": 0.05, "checkpoint_every": 2, "tv_prior": 1.0, **QUIET}
+
+    def start():
+        return fitted(2, method="iterative", n_probes=2), torch.Generator().manual_seed(5)
+
+    whole, generator = start()
+    before = torch.get_rng_state()
+    evidence = whole.log_marginal_likelihood(generator=generator)
+    assert whole.log_marginal_likelihood(generator=generator.manual_seed(5)) == evidence
+    whole.optimize_hyperparameters(5, generator=generator.manual_seed(5), **options)
     assert torch.equal(torch.get_rng_state(), before)
+    (first, generator), path = start(), tmp_path / "evidence.pt"
+    objective, left = first._objective, iter(range(3))
+    monkeypatch.setattr(first, "_objective", lambda *args: (next(left), objective(*args))[1])
+    with pytest.raises(StopIteration):
+        first.optimize_hyperparameters(5, generator=generator, checkpoint=path, **options)
+    again, generator = start()
+    again.optimize_hyperparameters(5, generator=generator.manual_seed(6), checkpoint=path, **options)
+    assert again.hyperparameters == whole.hyperparameters
+    with pytest.raises(ValueError, match="of another run: generator"):
+        start()[0].optimize_hyperparameters(5, checkpoint=path, **options)
 
 
 @pytest.mark.parametrize(("rank", "iterations"), [(200, 50), (10, 50), (0, 300)])
@@ -265,7 +321,7 @@ def test_dense_matrices_take_what_the_budget_is_compared_with(side, angles):
 
 def test_a_users_pair_of_functions_gives_the_same_covariance():
     rays = RayTransform(SIDE, 4, 7)
-    kind = {"image_shape": (1, 1, SIDE, SIDE), "dtype": torch.float64}
+    kind = {"image_shape": (1, 1, SIDE, SIDE), "dtype": torch.float64, "fbp": rays.fbp}
     operator = RayOperator(
         lambda x: rays.forward(x)[0].detach(), lambda y: rays.adjoint(y)[None].detach(), SIDE, **kind
     )
@@ -273,7 +329,7 @@ def test_a_users_pair_of_functions_gives_the_same_covariance():
     for linear in (rays, operator):
         dip = LinearisedDIP(small_unet(), linear)
         y = rays.forward(phantom()).view(linear.data_shape)
-        dip.reconstruct(y, rays.fbp(y.view(rays.data_shape)), n_steps=3, lr=0.01, **QUIET)
+        dip.reconstruct(y, n_steps=3, lr=0.01, **QUIET)
         dip.linearise().optimize_hyperparameters(3, **QUIET)
         found.append((dip.covariance(), dip.losses))
     torch.testing.assert_close(*[f[0] for f in found])

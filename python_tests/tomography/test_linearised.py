@@ -213,6 +213,39 @@ def test_weights_of_the_papers_code_are_adams_on_the_linear_models_loss(form):
     torch.testing.assert_close(dip.theta, best[1], rtol=1e-7, atol=1e-9)
 
 
+def test_weights_of_the_papers_code_go_on_where_they_were_interrupted(tmp_path, monkeypatch):
+    options = {"at": "linear_tv", "linear_lr": 0.3, "checkpoint_every": 3, **QUIET}
+    whole, killed, again, last = (fitted(method="dense") for _ in range(4))
+    whole.optimize_hyperparameters(2, linear_steps=8, **options)
+    path, taken = tmp_path / "evidence.pt", []
+
+    def counted(dip, most):
+        push_pull = dip._image.tangent.push_pull
+
+        def step(*args):
+            if len(taken) == most:
+                raise KeyboardInterrupt
+            taken.append(None)
+            return push_pull(*args)
+
+        monkeypatch.setattr(dip._image.tangent, "push_pull", step)
+
+    counted(killed, 5)
+    with pytest.raises(KeyboardInterrupt):
+        killed.optimize_hyperparameters(2, linear_steps=8, checkpoint=path, **options)
+    assert [file.name for file in tmp_path.iterdir() if file.suffix != ".lock"] == ["evidence.pt.linear"]
+    taken.clear()
+    counted(again, 5)  # from the third step on
+    again.optimize_hyperparameters(2, linear_steps=8, checkpoint=path, **options)
+    assert len(taken) == 5 and torch.equal(again.theta, whole.theta)
+    assert again.hyperparameters == whole.hyperparameters
+    counted(last, 5)
+    last.optimize_hyperparameters(4, linear_steps=8, checkpoint=path, **options)
+    assert len(taken) == 5 and torch.equal(last.theta, whole.theta)
+    with pytest.raises(ValueError, match="of another run: linear"):
+        last.optimize_hyperparameters(4, linear_steps=8, checkpoint=path, **{**options, "linear_lr": 0.2})
+
+
 def test_linearising_anew_has_one_set_of_matrices_at_a_time(monkeypatch):
     dip, found = fitted(method="dense"), []
     before, make = weakref.ref(dip._measured), DenseMeasured.__init__

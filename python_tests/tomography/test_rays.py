@@ -113,20 +113,26 @@ def as_of_deepinv(rays, calls):
     return forward, lambda y: rays.adjoint(y.detach())
 
 
-def test_functions_of_others_stand_in_for_a_ray_transform():
+@pytest.mark.parametrize("batched", [False, True])
+def test_functions_of_others_stand_in_for_a_ray_transform(batched):
     rays, calls = RayTransform((4, 5), 3, 7), []
     forward, adjoint = as_of_deepinv(rays, calls)
-    operator = RayOperator(forward, adjoint, (4, 5), image_shape=(1, 1, 4, 5), dtype=torch.float64)
-    assert operator.data_shape == (1, 1, 3, 7) and operator.image_shape == (4, 5)
+    shape = (1, 4, 5) if batched else (1, 1, 4, 5)
+    operator = RayOperator(
+        forward, adjoint, (4, 5), image_shape=shape, batched=batched, dtype=torch.float64, fbp=lambda y: 2 * rays.fbp(y)
+    )
+    assert operator.data_shape == ((1, 3, 7) if batched else (1, 1, 3, 7)) and operator.image_shape == (4, 5)
     x = drawn(6, 4, 5).requires_grad_()
     y = operator.forward(x)
-    assert calls[-1] == (1, 1, 4, 5)
+    assert calls[-1] == ((6, 1, 4, 5) if batched else (1, 1, 4, 5))
     torch.testing.assert_close(y.flatten(1), rays.forward(x).flatten(1))
     (slope,) = torch.autograd.grad(y.square().sum(), x)
     torch.testing.assert_close(slope, torch.autograd.grad(rays.forward(x).square().sum(), x)[0])
+    torch.testing.assert_close(operator.fbp(y.detach()), 2 * rays.fbp(rays.forward(x.detach())))
 
 
-def test_functions_may_return_one_buffer_each_time():
+@pytest.mark.parametrize("batched", [False, True])
+def test_functions_may_return_one_buffer_each_time(batched):
     rays = RayTransform(4, 3, 7)
 
     def into_a_buffer(function):
@@ -139,10 +145,11 @@ def test_functions_may_return_one_buffer_each_time():
         return called
 
     functions = [into_a_buffer(f) for f in (rays.forward, rays.adjoint)]
-    operator = RayOperator(*functions, 4, dtype=torch.float64)
+    operator = RayOperator(*functions, 4, batched=batched, dtype=torch.float64, fbp=into_a_buffer(rays.fbp))
     x, y = drawn(3, 4, 4), drawn(3, 3, 7, seed=1)
     torch.testing.assert_close(operator.forward(x), rays.forward(x))
     torch.testing.assert_close(operator.adjoint(y), rays.adjoint(y))
+    torch.testing.assert_close(operator.fbp(y), rays.fbp(y))
 
 
 def test_without_a_filtered_back_projection_the_best_multiple_of_the_adjoint_is_taken():
@@ -166,6 +173,8 @@ def test_pairs_that_are_none_are_refused():
         RayOperator(lambda x: x.numpy(), rays.adjoint, 4)
     with pytest.raises(ValueError, match="measurements along one axis at least"):
         RayOperator(lambda x: x.sum(), lambda y: y.expand(4, 4), 4)
+    with pytest.raises(ValueError, match=r"fbp must return an image \(4, 4\), got \(3, 7\)"):
+        RayOperator(rays.forward, rays.adjoint, 4, fbp=lambda y: y).fbp(drawn(3, 7))
     with pytest.raises(ValueError, match="image_shape must have the 16 numbers"):
         RayOperator(rays.forward, rays.adjoint, 4, image_shape=(1, 4, 5))
 
@@ -178,6 +187,7 @@ def test_a_convolution_is_a_pair_too():
         lambda y: torch.nn.functional.conv_transpose2d(y, weight),
         6,
         image_shape=(1, 6, 6),
+        batched=True,
     )
     assert operator.data_shape == (2, 4, 4)
 

@@ -284,11 +284,11 @@ def test_a_place_that_takes_no_checkpoint(tmp_path):
     file.write_text("kept")
     (tmp_path / "folder").mkdir()
     for place, message in (
-        (file / "c.pt", "of the checkpoint cannot be made"),
-        (file / "deep" / "c.pt", "of the checkpoint cannot be made"),
-        (Path("/proc/none/c.pt"), "of the checkpoint cannot be made"),
-        (Path("/proc/c.pt"), "cannot be worked on"),
+        (file / "c.pt", "cannot be written: .*file takes no file"),
+        (file / "deep" / "c.pt", "cannot be written: .*file takes no file"),
+        (tmp_path / "folder", "checkpoint must be a file, but .* is a folder"),
+        (Path("/proc/none/c.pt"), "/proc takes no file"),
     ):
         refused(OSError, message, checkpoint=place)
-    refused(ValueError, "not a readable checkpoint .it is a folder", checkpoint=tmp_path / "folder")
+    refused(ValueError, "labels must lie", loader=[(X, Y + 1)], passes=1, checkpoint=tmp_path / "new" / "c.pt")
     assert file.read_text() == "kept" and {p.name for p in tmp_path.rglob("*")} == {"file", "folder"}

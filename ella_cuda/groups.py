@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -108,20 +109,53 @@ class Group:
     def turn_kernel(self, kernel: Tensor, element: int) -> Tensor:
         """The kernel ``(..., k, k)`` that sees an image as the given one sees the moved image.
 
-        ``correlate(kernel, g . x) = g . correlate(turn_kernel(kernel, g), x)`` with circular padding.
+        ``correlate(kernel, g . x) = g . correlate(turn_kernel(kernel, g), x)`` with circular padding. Shifts leave kernels as they are.
         """
-        return self.action(kernel, self.inverse[element])
+        transposed, flips = self._linear[element]
+        kernel = kernel.flip(flips) if flips else kernel
+        return kernel.transpose(-2, -1) if transposed else kernel
 
     def require_kernel(self, kernel_size: tuple[int, int]) -> None:
-        """ValueError unless every element moves such a kernel onto itself, about its middle."""
-        height, width = kernel_size
-        grid = torch.arange(height * width, device="cpu").view(height, width)
-        try:
-            moved = [self.action(grid, element) for element in range(self.order)]
-        except ValueError as error:
-            raise ValueError(f"{self} does not map a {height}x{width} kernel onto itself: {error}") from error
-        if any(int(m[height // 2, width // 2]) != grid.numel() // 2 for m in moved):
-            raise ValueError(f"{self} moves the middle of a kernel; frames='common' takes turns and mirrors alone.")
+        """ValueError unless every element turns such a kernel onto its own rectangle; what turns are is known from then on."""
+        if any(transposed for transposed, _ in self._linear) and kernel_size[0] != kernel_size[1]:
+            raise ValueError(
+                f"{self} does not map a {kernel_size[0]}x{kernel_size[1]} kernel onto itself; use a square one."
+            )
+
+    @property
+    def _linear(self) -> tuple[tuple[bool, tuple[int, ...]], ...]:
+        """For every element how it turns a kernel: flipped along these axes, then transposed.
+
+        Raises:
+            ValueError: an element is no symmetry of the periodic grid.
+        """
+        if not hasattr(self, "_turns"):
+            self._turns = tuple(self._linear_part(g) for g in range(self.order))
+        return self._turns
+
+    def _linear_part(self, element: int) -> tuple[bool, tuple[int, ...]]:
+        size = (
+            4 * self.order
+        )  # so large that neighbours are told apart; divisible by what a group may divide the grid by
+        grid = torch.arange(size * size, device="cpu").view(size, size)
+        moved = self.action(grid, element)
+        steps = []
+        for axis in (0, 1):
+            ahead = moved.roll(-1, axis)
+            down, right = (ahead // size - moved // size) % size, (ahead % size - moved % size) % size
+            steps.append((down.unique().tolist(), right.unique().tolist()))
+        # One step along each axis is one step along an axis of the image, forwards or backwards, everywhere.
+        for transposed in (False, True):
+            for flips in ((), (-2,), (-1,), (-2, -1)):
+                signs = [[size - 1 if axis in flips else 1] for axis in (-2, -1)]
+                expected = [(signs[0], [0]), ([0], signs[1])]
+                if transposed:
+                    expected = [([0], signs[0]), (signs[1], [0])]
+                if steps == expected:
+                    return transposed, flips
+        raise ValueError(
+            f"{self}: element {element} moves neighbouring pixels apart; it is no symmetry of the periodic grid."
+        )
 
     def act_on_features(self, x: Tensor, element: int) -> Tensor:
         """What :class:`ella_cuda.nn.GroupLift` makes of the image moved by an element, from what it makes of the image: slice g is what
@@ -139,9 +173,30 @@ class _Rotations:
         return torch.rot90(x.flip(-1) if element >= 4 else x, element % 4, (-2, -1))
 
 
+@dataclass(frozen=True)
+class _Shifts:
+    """Shifts along the width by multiples of an equal part of it."""
+
+    parts: int
+
+    def __call__(self, x: Tensor, element: int) -> Tensor:
+        if x.shape[-1] % self.parts:
+            raise ValueError(
+                f"shifts by 1/{self.parts} of the width need a width divisible by {self.parts}, got {x.shape[-1]}."
+            )
+        return x.roll(element * (x.shape[-1] // self.parts), -1)
+
+
 def cyclic(order: int) -> list[list[int]]:
     """The Cayley table of the cyclic group: addition modulo its order."""
     return [[(g + h) % order for h in range(order)] for g in range(order)]
+
+
+def cyclic_shifts(parts: int) -> Group:
+    """The group of shifts along the width by multiples of ``width / parts``, of ``parts`` elements."""
+    if not isinstance(parts, Integral) or isinstance(parts, bool) or parts < 1:
+        raise ValueError(f"parts must be a positive integer, got {parts!r}.")
+    return Group(f"shifts{parts}", cyclic(parts), _Shifts(int(parts)))
 
 
 def _dihedral() -> list[list[int]]:

@@ -10,15 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ella_cuda.groups import GROUPS, Group, as_group, cyclic
+from ella_cuda.groups import GROUPS, Group, as_group, cyclic, cyclic_shifts
 
-
-def quarter_shift(x: Tensor, element: int) -> Tensor:
-    return x.roll(element * (x.shape[-1] // 4), -1)
-
-
-TURNS = [GROUPS["p4"], GROUPS["p4m"]]
-ALL = [*TURNS, Group("shifts", cyclic(4), quarter_shift)]
+ALL = [GROUPS["p4"], GROUPS["p4m"], cyclic_shifts(4)]
 NAMES = [g.name for g in ALL]
 
 
@@ -53,7 +47,7 @@ def test_relative_elements(group):
         assert group.cayley[group.relative(g, h)][g] == h
 
 
-@pytest.mark.parametrize("group", TURNS, ids=NAMES[:2])
+@pytest.mark.parametrize("group", ALL, ids=NAMES)
 @pytest.mark.parametrize("size", [1, 3, 5])
 def test_a_turned_kernel_sees_a_moved_image_as_the_kernel_sees_the_image(group, size):
     def correlate(kernel: Tensor, x: Tensor) -> Tensor:
@@ -94,14 +88,28 @@ def test_wrong_tables_and_actions_are_refused():
         Group("no", cyclic(1), lambda x, g: x[1:]).act(torch.zeros(4, 4), 0)
     with pytest.raises(ValueError, match="square images, got 4x6"):
         p4.act(torch.zeros(1, 4, 6), 1)
+    with pytest.raises(ValueError, match="divisible by 4, got 6"):
+        cyclic_shifts(4).act(torch.zeros(1, 6, 6), 1)
     with pytest.raises(ValueError, match="3x1 kernel onto itself"):
         p4.require_kernel((3, 1))
-    with pytest.raises(ValueError, match="moves the middle of a kernel"):
-        ALL[2].require_kernel((5, 5))
+    with pytest.raises(ValueError, match="parts must be a positive integer"):
+        cyclic_shifts(True)
     with pytest.raises(ValueError, match="group must be one of p4, p4m"):
         as_group("p6")
     with pytest.raises(TypeError, match="got int"):
         as_group(4)
+
+
+def swap_pairs(x: Tensor, element: int) -> Tensor:
+    """Every other column with the one beside it: an involution, but no symmetry of the periodic grid."""
+    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if element else x
+
+
+def test_an_action_that_tears_neighbours_apart_cannot_turn_kernels():
+    torn = Group("torn", cyclic(2), swap_pairs)
+    torn.check(4, 4)
+    with pytest.raises(ValueError, match="no symmetry of the periodic grid"):
+        torn.turn_kernel(torch.zeros(3, 3), 1)
 
 
 def test_groups_compare_by_what_they_are_and_survive_pickling():

@@ -240,6 +240,7 @@ INSIDE: dict[str, Callable[[Any, Any], Any]] = {
     "RelaxedEquivariance": _mean_of_paths,
     "SlicesAsChannels": lambda m, x: m.layer(x.flatten(1, 2)).unflatten(1, (-1, m.group.order)),
     "FullyConnected2d": lambda m, x: m.linear(x.flatten(1)).unflatten(1, (m.out_channels, *m.out_size)),
+    "GroupFactoredLinear2d": lambda m, x: m.factored(x.flatten(2, 3)).unflatten(2, (m.group.order, m.out_size[0])),
 }
 
 

@@ -6,6 +6,7 @@ from ella_cuda.nn.factored import FactoredLinear2d
 from ella_cuda.nn.fully_connected import FullyConnected2d
 from ella_cuda.nn.group_conv import GroupConv2d, GroupFilter2d
 from ella_cuda.nn.group_layers import (
+    GroupFactoredLinear2d,
     GroupLift,
     GroupMaxPool,
     GroupPolyphasePool2d,
@@ -21,6 +22,7 @@ __all__ = [
     "FactoredLinear2d",
     "FullyConnected2d",
     "GroupConv2d",
+    "GroupFactoredLinear2d",
     "GroupFilter2d",
     "GroupLift",
     "GroupMaxPool",

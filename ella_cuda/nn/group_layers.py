@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from ella_cuda import ops
 from ella_cuda.groups import Group, as_group
 from ella_cuda.nn._autocast import full_precision, widened
-from ella_cuda.nn._sizes import check_same_kind
+from ella_cuda.nn._sizes import Size, as_size, check_same_kind
+from ella_cuda.nn.factored import FactoredLinear2d
 from ella_cuda.ops._precision import autocast_is_on
 from ella_cuda.ops.polyphase_pool import check_norm
 
@@ -174,3 +175,50 @@ class SlicesAsChannels(_GroupModule):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, frames={self.frames!r}"
+
+
+class GroupFactoredLinear2d(_GroupModule):
+    """F-FC over the domain of a group, group and grid together: ``(N, C, G, H, W) -> (N, D, G, H', W')``.
+
+    Its weights are those of a :class:`ella_cuda.nn.FactoredLinear2d` on ``G*H x W`` images: ``D*C*G*(H*W + H'*W')`` of them.
+
+    Args:
+        in_channels: C.
+        out_channels: D.
+        in_size: H and W, or one number for both.
+        out_size: H' and W', or one number for both.
+        group: see :class:`GroupLift`.
+        bias: whether the layer has biases.
+        device, dtype: of the parameters, float32 or float64; None is torch's default.
+
+    Raises:
+        ValueError: a size is not positive; in forward, the input does not fit.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 3.1, with positions in a group.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        in_size: Size,
+        out_size: Size,
+        group: str | Group = "p4",
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
+        sizes = [(self.group.order * height, width) for height, width in (self.in_size, self.out_size)]
+        self.factored = FactoredLinear2d(in_channels, out_channels, *sizes, bias, device, dtype)
+
+    @full_precision
+    def forward(self, x: Tensor) -> Tensor:
+        """``(N, C, G, H, W) -> (N, D, G, H', W')``."""
+        check_features("GroupFactoredLinear2d", x, self.factored.in_channels, self.group, self.factored.weight_in)
+        if tuple(x.shape[3:]) != self.in_size:
+            raise ValueError(
+                f"GroupFactoredLinear2d: x must have slices of {self.in_size[0]}x{self.in_size[1]}, got {tuple(x.shape)}."
+            )
+        return self.factored(x.flatten(2, 3)).unflatten(2, (self.group.order, self.out_size[0]))

@@ -21,6 +21,7 @@ from ella_cuda.nn import (
     FactoredLinear2d,
     FullyConnected2d,
     GroupConv2d,
+    GroupFactoredLinear2d,
     GroupLift,
     GroupMaxPool,
     PolyphasePool2d,
@@ -177,7 +178,7 @@ def relaxed(*more: str) -> nn.Module:
 def over_group() -> nn.Module:
     conv = GroupConv2d(2, 3, variant="separable", group="p4")
     inner = SlicesAsChannels(CircularConv2d(12, 8), "p4")
-    last = SlicesAsChannels(FactoredLinear2d(8, 8, 6, 3, bias=False), "p4")
+    last = GroupFactoredLinear2d(2, 2, 6, 3, bias=False)
     layers = {"lift": GroupLift(), "conv": conv, "norm": nn.BatchNorm3d(3), "inner": inner, "norm2": nn.BatchNorm3d(2)}
     layers |= {"last": last, "norm3": nn.InstanceNorm3d(2), "pool": GroupMaxPool(), "head": nn.Linear(18, 3)}
 

@@ -9,6 +9,7 @@ from ella_cuda.nn import (
     FactoredLinear2d,
     FullyConnected2d,
     GroupConv2d,
+    GroupFactoredLinear2d,
     GroupLift,
     GroupMaxPool,
     GroupPolyphasePool2d,
@@ -31,6 +32,7 @@ WITH_PARAMETERS = {
     "GroupConv2d": (partial(GroupConv2d, 2, 3), FEATURES),
     "GroupConv2d, separable": (partial(GroupConv2d, 2, 3, variant="separable"), FEATURES),
     "GroupConv2d, depth-wise separable": (partial(GroupConv2d, 2, 3, variant="depthwise_separable"), FEATURES),
+    "GroupFactoredLinear2d": (partial(GroupFactoredLinear2d, 2, 3, 4, 2), FEATURES),
 }
 OTHERS = {
     "PolyphasePool2d": (PolyphasePool2d, IMAGES),

@@ -10,6 +10,7 @@ from ella_cuda.nn import (
     CircularConv2d,
     FactoredLinear2d,
     FullyConnected2d,
+    GroupFactoredLinear2d,
     SparseConv2d,
     SparseFactoredLinear2d,
     SpatialBasis,
@@ -109,7 +110,7 @@ def test_a_basis_is_as_exact_as_its_dtype():
     assert torch.equal(layer.basis.anchors, anchors) and layer.basis.inverse_lengthscale.item() == 0.1
 
 
-@pytest.mark.parametrize("layer", [FactoredLinear2d, FullyConnected2d])
+@pytest.mark.parametrize("layer", [FactoredLinear2d, FullyConnected2d, GroupFactoredLinear2d])
 @pytest.mark.parametrize(("sizes", "name"), [((0, 2, 4, 4), "in_channels"), ((2, 0, 4, 4), "out_channels")])
 def test_no_channels(layer, sizes, name):
     with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):

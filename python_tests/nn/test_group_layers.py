@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ella_cuda.groups import GROUPS, Group
+from ella_cuda.groups import GROUPS, Group, cyclic_shifts
 from ella_cuda.models import neyshabur
 from ella_cuda.nn import (
     CircularConv2d,
     FactoredLinear2d,
     FullyConnected2d,
     GroupConv2d,
+    GroupFactoredLinear2d,
     GroupFilter2d,
     GroupLift,
     GroupMaxPool,
@@ -27,13 +28,7 @@ from ella_cuda.nn import (
 )
 
 VARIANTS = ("full", "separable", "depthwise_separable", "pointwise")
-
-
-def mirror(x: Tensor, element: int) -> Tensor:
-    return x.flip(-1) if element else x
-
-
-GROUP_LIST = [GROUPS["p4"], GROUPS["p4m"], Group("mirrors", [[0, 1], [1, 0]], mirror)]
+GROUP_LIST = [GROUPS["p4"], GROUPS["p4m"], cyclic_shifts(2)]
 SHIFT = (3, 2)  # odd along one side: a subsampled grid changes its phase
 
 each_group = pytest.mark.parametrize("group", GROUP_LIST, ids=[g.name for g in GROUP_LIST])
@@ -57,8 +52,8 @@ def error(a: Tensor, b: Tensor) -> float:
 
 def turn(group: Group, x: Tensor, element: int) -> Tensor:
     """By torch's own functions; groups' tests check it."""
-    if group.name == "mirrors":
-        return mirror(x, element)
+    if group.name.startswith("shifts"):
+        return x.roll(element * x.shape[-1] // group.order, -1)
     return torch.rot90(x.flip(-1) if element >= 4 else x, element % 4, (-2, -1))
 
 
@@ -129,6 +124,16 @@ def test_slices_as_channels_is_a_convolution_of_channel_slices():
     assert torch.equal(y.flatten(1, 2), conv(stacked)) and y.shape == (2, 3, 4, 6, 6)
 
 
+def test_factored_layers_over_a_domain_are_their_sums():
+    layer = randomised(GroupFactoredLinear2d(2, 3, 4, 2))
+    f, x = layer.factored, images(2, 2, 4, 4, 4)
+    weight_in, weight_out = f.weight_in.view(3, 2, 4, 4, 4), f.weight_out.view(3, 2, 4, 2, 2)
+    z = torch.einsum("dcgij,ncgij->ndc", weight_in, x) + f.bias_in[:, None]
+    expected = torch.einsum("dchij,ndc->ndhij", weight_out, z) + f.bias_out.view(4, 2, 2)
+    torch.testing.assert_close(layer(x), expected)
+    assert sum(p.numel() for p in layer.parameters()) == 3 * 2 * 4 * (16 + 4) + 3 + 4 * 4
+
+
 def test_max_pool():
     x = images(2, 3, 8, 4, 4)
     assert torch.equal(GroupMaxPool("p4m")(x), x.amax(2))
@@ -155,7 +160,8 @@ def test_convolutions_are_equivariant_to_translations_where_slices_are_aligned_o
     lift, layer, x = GroupLift(group), randomised(GroupConv2d(3, 4, 3, variant, group, frames)), images(2, 3, 8, 8)
     y = layer(lift(x.roll(SHIFT, (2, 3))))
     difference = error(y, translated(group, layer(lift(x)), SHIFT))
-    if frames == "common" or variant == "pointwise":
+    # Shifts commute with translations, so that their slices move alike in any frame.
+    if frames == "common" or variant == "pointwise" or group.name.startswith("shifts"):
         assert difference < 1e-13
     else:
         assert difference > 1e-2
@@ -196,7 +202,8 @@ def test_pooling_is_equivariant_to_every_element_and_translation(group, frames):
     SlicesAsChannels(CircularConv2d(8, 8), frames="common"),
     SlicesAsChannels(FactoredLinear2d(8, 8, 8, 8)),
     SlicesAsChannels(FullyConnected2d(8, 8, 8, 8)),
-], ids=["conv", "conv common", "f_fc", "fc"])  # fmt: skip
+    GroupFactoredLinear2d(2, 2, 8, 8),
+], ids=["conv", "conv common", "f_fc", "fc", "domain"])  # fmt: skip
 def test_other_paths_break_the_rotations(layer):
     layer, lift, x = randomised(layer), GroupLift(), images(2, 2, 8, 8)
     y = layer(lift(x))
@@ -292,6 +299,7 @@ def test_an_equivariant_start_has_its_other_paths_off():
         (lambda: GroupLift()(images(3, 4, 4)), r"\(N, C, H, W\), got \(3, 4, 4\)"),
         (lambda: GroupLift()(images(1, 3, 4, 6)), "square images, got 4x6"),
         (lambda: GroupMaxPool()(images(2, 3, 4, 4)), "GroupLift makes such features"),
+        (lambda: GroupFactoredLinear2d(1, 1, 4, 4)(images(2, 1, 4, 5, 5).float()), "slices of 4x4"),
         (lambda: SlicesAsChannels(nn.Conv2d(4, 3, 1))(images(2, 1, 4, 4, 4).float()), "the layer must give"),
         (lambda: GroupConv2d(1, 1, 11, "separable")(images(1, 1, 4, 4, 4).float()), "11x11 kernel .* wraps more than once"),
         (lambda: GroupConv2d(1, 1)(torch.zeros(1, 1, 4, 4, 4, device="meta")), "x is on meta, the layer's parameters are on cpu"),

@@ -253,6 +253,7 @@ def augmentations() -> dict[str, dict[str, Case]]:
     sampled = {how: case(lambda how=how: affine(sampling=how))["used"] for how in ("shared", "grid", "sobol")}
     return {
         "AffineAugment": {**case(affine), **sampled, "learning": case(learning)["used"]},
+        "LocalDeformation": case(lambda: augment.LocalDeformation(3)),
         "Augment": {
             "of an amount": Case(lambda: augment.Augment(3, ("a",)), lambda module: (module.eta, module.amounts()))
         },

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda import metrics, models, ops
-from ella_cuda.augment import AffineAugment, AveragedFunction
+from ella_cuda import groups, metrics, models, ops
+from ella_cuda.augment import AffineAugment, AveragedFunction, LocalDeformation
 from ella_cuda.data import TensorLoader
 from ella_cuda.invariance import BayesianLinear, ElboTrainer, InvariantFilterBank, ShallowNetwork
 from ella_cuda.laplace import FullLaplace, KronLaplace, evidence_gradient
@@ -87,6 +87,11 @@ def bounded(whole, real):
     return list(model.parameters())
 
 
+def deformed(whole, real):
+    augment = LocalDeformation(whole(3), grid_size=whole(4), init=real(0.125))
+    return augment(torch.ones(2, 1, 8, 8), eps=torch.ones(augment.eps_shape())[None]).shape, augment.grid_size
+
+
 def evidence_slope(whole, real):
     torch.manual_seed(0)
     model = AveragedFunction(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), AffineAugment(whole(2), ("rotation",)))
@@ -112,6 +117,7 @@ USES = {
         [(X, Y)], tol=real(0.25), max_passes=whole(20)
     ),
     "own copies": lambda whole, real: KronLaplace(AveragedFunction(network(), Copies(whole(3)))).fit([(X, Y)])(X),
+    "local": deformed,
     "evidence_gradient": evidence_slope,
     "loader": lambda whole, real: [x for x, _ in TensorLoader(X, Y, batch_size=whole(7))],
     "reliability": lambda whole, real: metrics.reliability(X[:, :3].softmax(1), Y, whole(5)),
@@ -119,6 +125,7 @@ USES = {
     "tomography": reconstructed,
     "bound": bounded,
     "network": sizes,
+    "shifts": lambda whole, real: groups.cyclic_shifts(whole(4)) == groups.cyclic_shifts(4),
     "convolutions": lambda whole, real: conv_kron_accumulate_(
         torch.zeros(9, 9),
         X.view(5, 1, 4, 4),
@@ -149,6 +156,8 @@ def test_states_read_a_label_of_numpys():
 REFUSED = {
     "ignore_index": lambda: KronLaplace(network(), ignore_index=True),
     "bins": lambda: metrics.reliability(X[:, :3].softmax(1), Y, True),
+    "grid_size": lambda: LocalDeformation(3, grid_size=True),
+    "parts": lambda: groups.cyclic_shifts(True),
     "max_passes": lambda: fitted(*PYTHON).fit_linear_mode([(X, Y)], max_passes=True),
     "n_steps": lambda: LinearisedDIP(UNet(channels=2), RayTransform(8, 5), n_probes=True),
     "inverse_lengthscale": lambda: ops.basis_matrix(X[:, :2], X[:3, :2], True),

@@ -50,6 +50,8 @@ class Augment(nn.Module):
             for all inputs of a call.
         constraint: "softplus" keeps amounts positive; "raw" leaves them as they are.
         limits: by name, the largest absolute value; amounts beyond it are clamped, where their gradient is 0; see :meth:`project_`.
+        samplings: those that the subclass has.
+        dims: numbers drawn for a copy; None is k.
         device, dtype: of the buffer, float32 or float64; None is torch's default.
 
     Raises:
@@ -68,6 +70,8 @@ class Augment(nn.Module):
         constraint: str = "softplus",
         *,
         limits: Mapping[str, float] | None = None,
+        samplings: Sequence[str] = SAMPLINGS,
+        dims: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -76,6 +80,7 @@ class Augment(nn.Module):
             raise ValueError(f"{self._name}: constraint must be one of {', '.join(CONSTRAINTS)}, got {constraint!r}.")
         self.n_samples = as_count(f"{self._name}: n_samples", n_samples)
         self.names, self.constraint = tuple(names), constraint
+        self.samplings, self.dims = tuple(samplings), len(self.names) if dims is None else dims
         self._limits = tuple((limits or {}).get(name, math.inf) for name in self.names)
         self._held: Tensor | _Stream | None = None
         self.sampling = sampling
@@ -189,13 +194,16 @@ class Augment(nn.Module):
         self._sampling = self._checked_sampling(sampling)
 
     def _checked_sampling(self, sampling: str) -> str:
-        if sampling not in SAMPLINGS:
-            raise ValueError(f"{self._name}: sampling must be one of {', '.join(SAMPLINGS)}, got {sampling!r}.")
+        if sampling not in self.samplings:
+            raise ValueError(f"{self._name}: sampling must be one of {', '.join(self.samplings)}, got {sampling!r}.")
         if sampling == "grid":
-            k = len(self.names)
-            side = round(self.n_samples ** (1 / k))
-            if side < 2 or side**k != self.n_samples:
-                what = "at least 2" if k == 1 else f"m**{k} with m >= 2, for a grid over {k} amounts"
+            side = round(self.n_samples ** (1 / self.dims))
+            if side < 2 or side**self.dims != self.n_samples:
+                what = (
+                    "at least 2"
+                    if self.dims == 1
+                    else f"m**{self.dims} with m >= 2, for a grid over {self.dims} amounts"
+                )
                 raise ValueError(
                     f"{self._name}: n_samples must be {what} with sampling='grid', got {self.n_samples}; take "
                     "sampling='sobol' for other numbers."
@@ -211,20 +219,26 @@ class Augment(nn.Module):
             generator: of the device, for "independent" and "shared"; of the CPU for "sobol". None is torch's global one.
         """
         sampling = self.sampling if sampling is None else self._checked_sampling(sampling)
-        like, k = {"device": self.raw.device, "dtype": self.raw.dtype}, len(self.names)
+        return self.sample(n if sampling == "independent" else 1, sampling, generator)
+
+    def sample(self, n: int, sampling: str, generator: torch.Generator | None) -> Tensor:
+        """Draws ``(n, S, *eps_shape())``, see :meth:`draw`; a subclass that has others than uniform ones implements it. Their law must be
+        symmetric."""
+        like = {"device": self.raw.device, "dtype": self.raw.dtype}
         if sampling == "grid":
-            side = round(self.n_samples ** (1 / k))
+            side = round(self.n_samples ** (1 / self.dims))
             points = (2 * torch.arange(side, **like) + 1 - side) / side
-            return torch.cartesian_prod(*[points] * k).view(1, self.n_samples, k)
+            return torch.cartesian_prod(*[points] * self.dims).view(1, self.n_samples, self.dims)
         if sampling == "sobol":
             seed = int(
                 torch.randint(2**31 - 1, (), generator=generator, device=generator.device if generator else "cpu")
             )
-            engine = torch.quasirandom.SobolEngine(k, scramble=True, seed=seed)
-            return (2 * engine.draw(self.n_samples, dtype=torch.float64) - 1).to(**like)[None]
+            points = torch.quasirandom.SobolEngine(self.dims, scramble=True, seed=seed).draw(
+                self.n_samples, dtype=torch.float64
+            )
+            return (2 * points - 1).to(**like)[None]
         on = self.raw.device if generator is None else generator.device
-        rows = n if sampling == "independent" else 1
-        drawn = torch.rand(rows, self.n_samples, k, generator=generator, device=on, dtype=self.raw.dtype)
+        drawn = torch.rand(n, self.n_samples, self.dims, generator=generator, device=on, dtype=self.raw.dtype)
         return (2 * drawn - 1).to(self.raw.device)
 
     @contextmanager
@@ -258,7 +272,7 @@ class Augment(nn.Module):
             self._held.rewind()
 
     def eps_for(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
-        """The draws that a call with x takes, ``(N or 1, S, k)``: given ones, those held, or new ones."""
+        """The draws that a call with x takes, ``(N or 1, S, ...)``: given ones, those held, or new ones."""
         if eps is not None:
             return self._checked(eps)
         if self._held is None:
@@ -267,17 +281,21 @@ class Augment(nn.Module):
             return self.draw(len(x), "independent", self._held.generator)
         return self._held
 
+    def eps_shape(self) -> tuple[int, ...]:
+        """Of one copy's draws; ``(k,)`` unless a subclass says another, with :meth:`sample`."""
+        return (self.dims,)
+
     def _checked(self, eps: Tensor, n: int | None = None) -> Tensor:
-        """The draws as ``(n or 1, S, k)``; TypeError or ValueError where they are no such."""
-        k = len(self.names)
-        wanted = f"(S, {k}) or (N or 1, S, {k})"
+        """The draws as ``(n or 1, S, ...)``; TypeError or ValueError where they are no such."""
+        tail = self.eps_shape()
+        wanted = f"(S, {', '.join(map(str, tail))}) or (N or 1, S, {', '.join(map(str, tail))})"
         if not isinstance(eps, Tensor):
             raise TypeError(
                 f"{self._name}: eps must be a tensor {wanted}, got {type(eps).__name__}; use torch.tensor()."
             )
         self._check_kind("eps", eps)
-        given, eps = tuple(eps.shape), eps[None] if eps.dim() == 2 else eps
-        if eps.dim() != 3 or eps.shape[2] != k or not eps.shape[1]:
+        given, eps = tuple(eps.shape), eps[None] if eps.dim() == len(tail) + 1 else eps
+        if eps.dim() != len(tail) + 2 or tuple(eps.shape[2:]) != tail or not eps.shape[1]:
             raise ValueError(f"{self._name}: eps must have shape {wanted}, got {given}.")
         if n is not None and eps.shape[0] not in (1, n):
             raise ValueError(

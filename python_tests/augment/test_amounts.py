@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.augment import GENERATORS, AffineAugment, Augment, AveragedFunction
+from ella_cuda.augment import GENERATORS, AffineAugment, Augment, AveragedFunction, LocalDeformation
 from python_tests.augment.augments import DOUBLE, raw
 from python_tests.ops.checks import assert_same
 
@@ -150,6 +150,9 @@ X = torch.zeros(2, 1, 4, 4)
         (lambda: AffineAugment(2).held(torch.zeros(2, 5)).__enter__(), ValueError, "eps must have shape"),
         (lambda: AffineAugment(2).held(sampling="grid").__enter__(), ValueError, r"n_samples must be m\*\*6"),
         (lambda: setattr(AffineAugment(2), "sampling", "none"), ValueError, "sampling must be one of"),
+        (lambda: LocalDeformation(2, sampling="grid"), ValueError, "sampling must be one of independent, shared, got 'grid'"),
+        (lambda: LocalDeformation(2, grid_size=1), ValueError, "grid_size must be an integer of at least 2, got 1"),
+        (lambda: LocalDeformation(2)(X[0]), ValueError, r"LocalDeformation: x must have shape \(N, C, H, W\)"),
         (lambda: Augment(2, ("a",))(X), NotImplementedError, r"Augment must implement transform\(x, eps, eta\)"),
     ],
 )  # fmt: skip

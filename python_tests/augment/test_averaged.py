@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.augment import AffineAugment, AveragedFunction
+from ella_cuda.augment import AffineAugment, AveragedFunction, LocalDeformation
 from python_tests.augment.augments import DOUBLE, RotatePoints, smooth_images
 from python_tests.ops.checks import assert_same
 
@@ -78,6 +78,8 @@ def test_given_draws_are_taken(chunk_size):
         found = function(x, eps=eps)  # of 5 copies, whatever the augmentation draws
         assert_same(found, function.network(function.augment(x, eps=eps).flatten(0, 1)).view(3, 5, 4).mean(1))
         assert_same(function(x, eps[None].expand(3, -1, -1)), found)
+        deformed = AveragedFunction(network(), LocalDeformation(5, **DOUBLE), chunk_size)
+        assert_same(deformed(x, torch.zeros(5, 2, 8, 8, **DOUBLE)), deformed.network(x))
         with pytest.raises(TypeError, match="eps"):  # of an augmentation that draws nothing
             AveragedFunction(network(), Flips(), chunk_size)(x, eps)
 

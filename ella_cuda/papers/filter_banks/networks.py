@@ -201,7 +201,7 @@ def sampled_filters(model: ShallowNetwork, count: int, copies: int) -> list[Any]
     """Those of the features that the output depends on most: each as it is and transformed, ``count`` rows of ``1 + copies`` filters
     ``(C, H, W)``, with four digits."""
     bank = model.features
-    draws = 2 * torch.rand(copies, len(bank.augment.names), generator=torch.Generator().manual_seed(1)) - 1
+    draws = 2 * torch.rand(copies, bank.augment.dims, generator=torch.Generator().manual_seed(1)) - 1
     with torch.no_grad():
         strength = model.layer.mean.norm(dim=0) * bank.weight.flatten(1).norm(dim=1)
         some = strength.topk(min(count, len(strength))).indices.sort().values

@@ -50,9 +50,9 @@ def sealed(values: Mapping[str, Any], of: Any, without: Collection[str] = ()) ->
     return {**values, DIGEST: _seal(values, of, without)}
 
 
-def broken_seal(values: Mapping[str, Any], of: Any, without: Collection[str] = ()) -> str | None:
+def broken_seal(values: Any, of: Any, without: Collection[str] = ()) -> str | None:
     """Why values read from a file are not what :func:`sealed` was given, in words; None where they are."""
-    if DIGEST not in values:
+    if not isinstance(values, Mapping) or DIGEST not in values:
         return "its digest is gone"
     return None if values[DIGEST] == _seal(values, of, without) else "its digest does not fit"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from numbers import Integral
 from typing import NamedTuple
 
@@ -97,7 +96,15 @@ def reliability(p: Tensor, y: Tensor, bins: int = 15) -> Reliability:
     Raises:
         TypeError, ValueError: as :func:`nll`; ``bins`` is no positive integer.
     """
-    return _reliability("reliability", p, y, bins)
+    if isinstance(bins, bool) or not isinstance(bins, Integral) or bins < 1:
+        raise ValueError(f"reliability: bins must be a positive integer, got {bins!r}.")
+    p, y = _checked("reliability", p, y)
+    confidence = p.amax(1)
+    edges = torch.arange(1, bins, device=p.device, dtype=torch.float64) / bins
+    index = torch.bucketize(confidence, edges, right=True)
+    count = torch.bincount(index, minlength=bins)
+    sums = [torch.bincount(index, weights=values, minlength=bins) for values in (confidence, _hits(p, y))]
+    return Reliability(count, *(total / count for total in sums))
 
 
 def expected_calibration_error(p: Tensor, y: Tensor, bins: int = 15) -> Tensor:
@@ -109,7 +116,7 @@ def expected_calibration_error(p: Tensor, y: Tensor, bins: int = 15) -> Tensor:
     Returns:
         A 0-dim float64 tensor in [0, 1].
     """
-    return _reliability("expected_calibration_error", p, y, bins).error()
+    return reliability(p, y, bins).error()
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
@@ -141,65 +148,6 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     ordered, others = scores_in.double().sort().values, scores_out.double()
     below, not_above = (torch.searchsorted(ordered, others, right=right).sum() for right in (False, True))
     return (below + not_above).double() / (2 * len(ordered) * len(others))
-
-
-def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
-    """Mean over data points of ``-log N(y; mean, variance)`` in nats, normaliser included.
-
-    Args:
-        mean: ``(N,)`` or ``(N, K)``.
-        variance: positive, of the mean's shape, of independent outputs; or ``(N, K, K)``, positive definite covariances.
-        y: targets, of the mean's shape.
-
-    Returns:
-        A 0-dim float64 tensor.
-
-    Raises:
-        TypeError: a tensor that is not floating point.
-        ValueError: a shape or device that does not fit, a mean or target that is not finite, a variance that is not positive.
-    """
-    for name, value in (("mean", mean), ("variance", variance), ("y", y)):
-        _check_floating("gaussian_nll", name, value)
-        _check_device("gaussian_nll", name, value, "mean", mean)
-        if not value.isfinite().all():
-            raise ValueError(
-                f"gaussian_nll: {name} must be finite, got {int((~value.isfinite()).sum())} values that are not."
-            )
-    if mean.dim() not in (1, 2) or not mean.numel():
-        raise ValueError(f"gaussian_nll: mean must have shape (N,) or (N, K), none of them 0, got {tuple(mean.shape)}.")
-    if y.shape != mean.shape:
-        raise ValueError(f"gaussian_nll: y must have the mean's shape {tuple(mean.shape)}, got {tuple(y.shape)}.")
-    error, variance = y.double() - mean.double(), variance.double()
-    if variance.shape == mean.shape:
-        if not (variance > 0).all():
-            raise ValueError(f"gaussian_nll: variance must be positive, got {variance.min().item():g}.")
-        return 0.5 * ((2 * math.pi * variance).log() + error.square() / variance).sum() / len(mean)
-    if mean.dim() != 2 or variance.shape != (*mean.shape, mean.shape[1]):
-        covariances = f" or {(*mean.shape, mean.shape[1])}" if mean.dim() == 2 else ""
-        raise ValueError(
-            f"gaussian_nll: variance must have shape {tuple(mean.shape)}{covariances}, got {tuple(variance.shape)}."
-        )
-    factor, failed = torch.linalg.cholesky_ex(variance)
-    if failed.any():
-        first = int(failed.nonzero()[0])
-        raise ValueError(f"gaussian_nll: variance must be positive definite, got one at index {first} that is not.")
-    scaled = torch.linalg.solve_triangular(factor, error[..., None], upper=False).square().sum()
-    log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum()
-    return 0.5 * (scaled + log_det) / len(mean) + 0.5 * mean.shape[1] * math.log(2 * math.pi)
-
-
-def _reliability(function: str, p: Tensor, y: Tensor, bins: int) -> Reliability:
-    if isinstance(bins, bool) or not isinstance(bins, Integral) or bins < 1:
-        raise (ValueError if isinstance(bins, Integral) else TypeError)(
-            f"{function}: bins must be a positive integer, got {bins!r}."
-        )
-    p, y = _checked(function, p, y)
-    confidence = p.amax(1)
-    edges = torch.arange(1, bins, device=p.device, dtype=torch.float64) / bins
-    index = torch.bucketize(confidence, edges, right=True)
-    count = torch.bincount(index, minlength=bins)
-    sums = [torch.bincount(index, weights=values, minlength=bins) for values in (confidence, _hits(p, y))]
-    return Reliability(count, *(total / count for total in sums))
 
 
 def _hits(p: Tensor, y: Tensor) -> Tensor:

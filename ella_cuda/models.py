@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from ella_cuda.nn import (
     SparseFactoredLinear2d,
     StridedCircularConv2d,
 )
+from ella_cuda.nn._sizes import as_count
 from ella_cuda.nn.group_layers import as_frames
 
 # Output channels in units of the width, and the factor by which each side shrinks from the layer's input to its output.
@@ -247,14 +247,9 @@ def neyshabur(
     unknown = [p for p in paths if p not in PATHS]
     if unknown or len(set(paths)) != len(paths):
         raise ValueError(f"layer must be different names out of {', '.join(PATHS)} joined by '+', got {layer!r}.")
-    for name, value in (
-        ("in_channels", in_channels),
-        ("num_classes", num_classes),
-        ("width", width),
-        ("image_size", image_size),
-    ):
-        if not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+    sizes = {"in_channels": in_channels, "num_classes": num_classes, "width": width, "image_size": image_size}
+    for name, value in sizes.items():
+        as_count(name, value)
     if image_size % 32:
         raise ValueError(f"image_size must be a multiple of 32 (the network halves it five times), got {image_size}.")
     as_frames(frames)

@@ -7,7 +7,6 @@ is of something else.
 from __future__ import annotations
 
 import json
-import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,25 +29,6 @@ NETWORK = "network."  # what begins the names of a network's tensors where it is
 UNSEALED = ("seconds",)  # of rows and diaries: what their digests do not cover, since sessions differ in it
 GRID_ADVICE = "start anew in another folder"
 SUMMARY_ADVICE = "move it away to do its runs again"
-OPTIONAL_NUMBER = (numbers.Real, type(None))
-# What a finished row has, at least, and what evaluations have.
-ROW = {
-    **dict.fromkeys(("run", "data", "task", "layer", "objective", "evaluated_on"), str),
-    **dict.fromkeys(("seed", "evaluated_size"), int),
-    **dict.fromkeys(("accuracy", "nll", "seconds"), numbers.Real),
-    "neg_log_marginal_likelihood": OPTIONAL_NUMBER,
-    "layers": list,
-}
-LAYER = {"name": str, "type": (str, type(None)), "paths": dict}
-EVALUATION = {
-    **dict.fromkeys(("epoch", "loss"), numbers.Real),
-    "accuracy": OPTIONAL_NUMBER,
-    "neg_log_marginal_likelihood": OPTIONAL_NUMBER,
-    "prior_precision": dict,
-    "effective_parameters": (dict, type(None)),
-    "inverse_lengthscale": dict,
-    "anchors": dict,
-}
 
 
 def read_config(
@@ -67,8 +47,6 @@ def read_config(
         raise ValueError(f"{out_dir} is not a folder of runs: it {lacks}.") from error
     except NotADirectoryError as error:
         raise ValueError(f"{out_dir} is a file; name a folder of runs.") from error
-    if wrong := _missing(stored, {"runs": list, "options": dict}):
-        raise damaged(path, wrong, GRID_ADVICE)
     _require_seal(path, stored, [CONFIG_FILE], GRID_ADVICE)
     try:
         return of(stored["runs"]), stored["options"]
@@ -81,7 +59,7 @@ def write_config(out_dir: Path, runs: Sequence[Mapping[str, Any]], options: Mapp
     write_file(out_dir / CONFIG_FILE, json.dumps(sealed({"options": options, "runs": runs}, [CONFIG_FILE]), indent=1))
 
 
-def _require_seal(path: Path, found: Mapping[str, Any], of: list[Any], advice: str, which: str = "") -> None:
+def _require_seal(path: Path, found: Any, of: list[Any], advice: str, which: str = "") -> None:
     """ValueError where what a file has is not what was written as that."""
     if why := broken_seal(found, of, UNSEALED):
         raise ValueError(f"{path} was edited, or is of another version: {which}{why}. Undo the edit, or {advice}.")
@@ -109,15 +87,12 @@ def read_summary(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         raise damaged(path, f"a {type(rows).__name__}, not a list of rows", SUMMARY_ADVICE)
     grid, seen = _grid(out_dir), set()
     for i, row in enumerate(rows):
-        wrong = _missing(row, ROW) or next(filter(None, (_missing(layer, LAYER) for layer in row["layers"])), None)
-        if wrong:
-            raise damaged(path, f"row {i + 1}: {wrong}", SUMMARY_ADVICE)
+        advice = "delete the row to do its run again from its last checkpoint"
+        _require_seal(path, row, [SUMMARY_FILE, grid], advice, f"in row {i + 1} ")
         try:
             name = path_part(row["run"])
         except ValueError as error:
             raise damaged(path, f"row {i + 1}: run: {error}", SUMMARY_ADVICE) from error
-        advice = "delete the row to do its run again from its last checkpoint"
-        _require_seal(path, row, [SUMMARY_FILE, grid], advice, f"in the row of {name} ")
         if name in seen:
             raise damaged(path, f"two rows of {name}", "delete one of them")
         seen.add(name)
@@ -145,18 +120,10 @@ def _write_of_run(run_dir: Path, file: str, content: Mapping[str, Any]) -> None:
     write_file(run_dir / file, json.dumps(sealed(content, [file], UNSEALED), allow_nan=False))
 
 
-def _read_of_run(run_dir: Path, file: str, expected: dict[str, Any], advice: str) -> dict[str, Any]:
+def _read_of_run(run_dir: Path, file: str, advice: str) -> dict[str, Any]:
     """What :func:`_write_of_run` wrote; ValueError where it is damaged, or was edited, or is of another run."""
     path = run_dir / file
     found = read_json(path, advice)
-    wrong = _missing(found, expected)
-    if wrong is None and file == DIARY_FILE:
-        entries = found["evaluations"]
-        wrong = next(
-            filter(None, (_missing(entry, EVALUATION) for entry in entries)), None if entries else "no evaluation"
-        )
-    if wrong:
-        raise damaged(path, wrong, advice)
     _require_run(path, found, advice)
     return found
 
@@ -167,8 +134,7 @@ def read_diary(run_dir: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged, or was edited, or is of another run.
     """
-    expected = {"seconds": numbers.Real, "evaluations": list, "layout": dict}
-    return _read_of_run(run_dir, DIARY_FILE, expected, f"move {run_dir} away to do that run again")
+    return _read_of_run(run_dir, DIARY_FILE, f"move {run_dir} away to do that run again")
 
 
 def write_diary(run_dir: Path, diary: Mapping[str, Any]) -> None:
@@ -180,8 +146,7 @@ def read_history(run_dir: Path) -> dict[str, Any]:
     """A run's ``evaluations`` and, once it is finished, the ``losses`` of all epochs; raises as :func:`read_diary` does."""
     if not (run_dir / HISTORY_FILE).exists():
         return read_diary(run_dir)
-    expected = {"losses": list, "evaluations": list}
-    return _read_of_run(run_dir, HISTORY_FILE, expected, "do that run again in another folder")
+    return _read_of_run(run_dir, HISTORY_FILE, "do that run again in another folder")
 
 
 def write_history(run_dir: Path, run: str, losses: Sequence[float], evaluations: Sequence[Mapping[str, Any]]) -> None:
@@ -196,22 +161,9 @@ def write_samples(run_dir: Path, run: str, images: Sequence[Any], draws: Sequenc
 
 def read_samples(run_dir: Path) -> dict[str, Any]:
     """What :func:`write_samples` kept: ``images`` and ``draws``; raises as :func:`read_diary` does."""
-    advice = "delete it, and the run's row in summary.json, to have it made anew"
-    return _read_of_run(run_dir, SAMPLES_FILE, {"images": list, "draws": list}, advice)
+    return _read_of_run(run_dir, SAMPLES_FILE, "delete it, and the run's row in summary.json, to have it made anew")
 
 
 def of_network(named: Mapping[str, Any]) -> dict[str, Any]:
     """By name, what belongs to a run's network, whether the run averaged it over copies or not."""
     return {name.removeprefix(NETWORK): value for name, value in named.items()}
-
-
-def _missing(found: Any, expected: dict[str, Any]) -> str | None:
-    """What a mapping read from a file lacks or has of another type, in words; None if nothing."""
-    if not isinstance(found, dict):
-        return f"a {type(found).__name__} where a mapping is due"
-    for key, kind in expected.items():
-        if key not in found:
-            return f"no {key}"
-        if not isinstance(found[key], kind) or (isinstance(found[key], bool)):
-            return f"{key} is a {type(found[key]).__name__}"
-    return None

@@ -98,23 +98,6 @@ def test_auroc_of_sets_apart_and_of_infinite_scores():
     assert [float(metrics.auroc(*pair)) for pair in ((low, high), (high, low), (high, high))] == [1, 0, 0.5]
 
 
-@pytest.mark.parametrize("shape", [(30,), (30, 3)])
-def test_gaussian_nll_is_scipys(shape):
-    mean, y, variance = torch.randn(shape), torch.randn(shape), torch.rand(shape) + 0.1
-    log_p = scipy.stats.norm.logpdf(y.double(), mean.double(), variance.double().sqrt())
-    assert float(metrics.gaussian_nll(mean, variance, y)) == pytest.approx(-log_p.sum() / 30, rel=1e-12)
-
-
-def test_gaussian_nll_of_covariances_is_scipys():
-    mean, y, root = torch.randn(6, 3), torch.randn(6, 3), torch.randn(6, 3, 3, dtype=torch.float64)
-    covariance = root @ root.mT + 0.1 * torch.eye(3)
-    log_p = [
-        scipy.stats.multivariate_normal.logpdf(*(t.double().numpy() for t in one))
-        for one in zip(y, mean, covariance, strict=True)
-    ]
-    assert float(metrics.gaussian_nll(mean, covariance, y)) == pytest.approx(-np.mean(log_p), rel=1e-9)
-
-
 P, Y = torch.full((4, 3), 1 / 3), torch.tensor([0, 1, 2, 0])
 OF_LABELS = (
     metrics.nll,
@@ -145,14 +128,15 @@ OF_LABELS = (
     ],
 )
 def test_what_is_no_prediction_is_refused(function, p, y, error, words):
-    with pytest.raises(error, match=f"^{function.__name__}: .*{words}"):
+    name = "reliability" if function is metrics.expected_calibration_error else function.__name__
+    with pytest.raises(error, match=f"^{name}: .*{words}"):
         function(p, y)
 
 
-@pytest.mark.parametrize(("bins", "error"), [(0, ValueError), (-1, ValueError), (True, ValueError), (1.5, TypeError)])
-def test_bins_are_counted(bins, error):
+@pytest.mark.parametrize("bins", [0, -1, True, 1.5])
+def test_bins_are_counted(bins):
     for function in (metrics.reliability, metrics.expected_calibration_error):
-        with pytest.raises(error, match=f"{function.__name__}: bins must be a positive integer, got {bins}"):
+        with pytest.raises(ValueError, match=f"reliability: bins must be a positive integer, got {bins}"):
             function(P, Y, bins)
 
 
@@ -164,12 +148,6 @@ def test_bins_are_counted(bins, error):
         (lambda: metrics.auroc(torch.ones(2), torch.tensor([math.nan])), ValueError, "scores_out must have no NaN, got 1 of 1"),
         (lambda: metrics.auroc(torch.ones(2).long(), torch.ones(2)), TypeError, "scores_in must be a floating-point"),
         (lambda: metrics.entropy(P * 2), ValueError, "entropy: p must be probabilities"),
-        (lambda: metrics.gaussian_nll(P, P, P[:3]), ValueError, r"y must have the mean's shape \(4, 3\), got \(3, 3\)"),
-        (lambda: metrics.gaussian_nll(P, P[:, :1], P), ValueError, r"variance must have shape \(4, 3\) or \(4, 3, 3\), got \(4, 1\)"),
-        (lambda: metrics.gaussian_nll(P, 0 * P, P), ValueError, "variance must be positive, got 0"),
-        (lambda: metrics.gaussian_nll(P, -torch.eye(3).expand(4, 3, 3), P), ValueError, "positive definite, got one at index 0"),
-        (lambda: metrics.gaussian_nll(P * math.inf, P, P), ValueError, "mean must be finite, got 12 values"),
-        (lambda: metrics.gaussian_nll(P[:0], P[:0], P[:0]), ValueError, "mean must have shape"),
     ],
 )  # fmt: skip
 def test_other_arguments_are_named(call, error, words):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ella_cuda.augment.base import Augment
+from ella_cuda.nn._sizes import as_count
 
 
 class AveragedFunction(nn.Module):
@@ -39,10 +39,8 @@ class AveragedFunction(nn.Module):
         for name, module in (("network", network), ("augment", augment)):
             if not isinstance(module, nn.Module):
                 raise TypeError(f"AveragedFunction: {name} must be a module, got {_shown(module)}.")
-        if chunk_size is not None and (
-            not isinstance(chunk_size, Integral) or isinstance(chunk_size, bool) or chunk_size < 1
-        ):
-            raise ValueError(f"AveragedFunction: chunk_size must be None or a positive integer, got {chunk_size!r}.")
+        if chunk_size is not None:
+            as_count("AveragedFunction: chunk_size", chunk_size)
         self.network, self.augment, self.chunk_size = network, augment, chunk_size
 
     def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import autocast_is_on, without_autocast
 
 SAMPLINGS = ("independent", "shared", "grid", "sobol")
@@ -75,11 +76,10 @@ class Augment(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(n_samples, Integral) or isinstance(n_samples, bool) or n_samples < 1:
-            raise ValueError(f"{self._name}: n_samples must be a positive integer, got {n_samples!r}.")
         if constraint not in CONSTRAINTS:
             raise ValueError(f"{self._name}: constraint must be one of {', '.join(CONSTRAINTS)}, got {constraint!r}.")
-        self.n_samples, self.names, self.constraint = int(n_samples), tuple(names), constraint
+        self.n_samples = as_count(f"{self._name}: n_samples", n_samples)
+        self.names, self.constraint = tuple(names), constraint
         self.samplings, self.dims = tuple(samplings), len(self.names) if dims is None else dims
         self._limits = tuple((limits or {}).get(name, math.inf) for name in self.names)
         self._held: Tensor | _Stream | None = None

@@ -216,15 +216,9 @@ class BlockKron:
         return len(self.la.parameter_names)
 
     def __mul__(self, scalar: float | Tensor) -> BlockKron:
-        if isinstance(scalar, Tensor) and scalar.numel() != 1:
-            raise ValueError(f"BlockKron: can only be multiplied by one number, got shape {tuple(scalar.shape)}.")
         return BlockKron(self.la, self.scale * scalar, self.deltas)
 
     def __add__(self, deltas: float | Tensor) -> BlockKron:
-        if isinstance(deltas, Tensor) and deltas.numel() != 1 and tuple(deltas.shape) != (len(self),):
-            raise ValueError(
-                f"BlockKron: expected one number or {len(self)}, one per parameter tensor, got shape {tuple(deltas.shape)}."
-            )
         return BlockKron(self.la, self.scale, self.deltas + deltas)
 
     __rmul__, __radd__ = __mul__, __add__

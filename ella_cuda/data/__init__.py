@@ -1,9 +1,8 @@
 """Image data sets as tensors, the tasks made from them, and a loader that keeps them on one device."""
 
-from ella_cuda.data.augment import AUGMENTATIONS, FlipsShifts, augmentation
+from ella_cuda.data.augment import AUGMENTATIONS, FlipsShifts
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import stratified_order
-from ella_cuda.data.idx import read_idx
 from ella_cuda.data.loader import TensorLoader
 from ella_cuda.data.preprocess import black_as_zero, holdout, normalize, normalized_as, resize, subsample
 from ella_cuda.data.sources import SOURCES, load
@@ -17,14 +16,12 @@ __all__ = [
     "Dataset",
     "FlipsShifts",
     "TensorLoader",
-    "augmentation",
     "black_as_zero",
     "holdout",
     "load",
     "make_task",
     "normalize",
     "normalized_as",
-    "read_idx",
     "resize",
     "rotated",
     "stratified_order",

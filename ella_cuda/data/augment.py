@@ -5,33 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ella_cuda.data.dataset import Dataset
-
 AUGMENTATIONS = ("none", "flips-shifts")
-
-
-def augmentation(name: str, dataset: Dataset) -> FlipsShifts | None:
-    """The augmentation of that name for a data set's images.
-
-    Args:
-        name: ``none``, or ``flips-shifts``: horizontal flips and shifts by up to 4 pixels, with black from outside, as
-            published for CIFAR-10 (van der Ouderaa et al., NeurIPS 2023).
-        dataset: what the images are taken from, normalised or not; on the device that they will be on.
-
-    Returns:
-        What :class:`ella_cuda.data.TensorLoader` takes as ``augment``.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    if name not in AUGMENTATIONS:
-        raise ValueError(f"name must be one of {', '.join(AUGMENTATIONS)}, got {name!r}.")
-    return None if name == "none" else FlipsShifts(dataset.black)
 
 
 class FlipsShifts:
     """Flips each image left to right with probability 1/2, then shifts it by whole pixels, uniformly in
-    ``-max_shift .. max_shift`` right and down.
+    ``-max_shift .. max_shift`` right and down, as published for CIFAR-10 (van der Ouderaa et al., NeurIPS 2023).
 
     Args:
         fill: ``(C,)``, what each channel has outside the image: black, which after normalisation is not 0, see

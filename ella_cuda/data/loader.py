@@ -27,7 +27,7 @@ class TensorLoader:
         batch_size: images in a minibatch, at least 1; the last one may be smaller.
         shuffle: whether each epoch has an order of its own.
         generator: a CPU generator.
-        augment: what is done to the images of each minibatch, see :func:`ella_cuda.data.augmentation`; None is nothing.
+        augment: what is done to the images of each minibatch, such as :class:`ella_cuda.data.FlipsShifts`; None is nothing.
             Curvature and evidence want the images as they are: give them a loader without it.
         data_digest: what tells these data apart from others, see :func:`ella_cuda.marglik_training`; None takes it from the tensors.
 

@@ -14,7 +14,7 @@ from ella_cuda.data.checksums import PUBLISHED, compare, md5
 from ella_cuda.data.cifar import parse_cifar_batch, read_archive
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import stratified_order
-from ella_cuda.data.idx import idx_content, parse_idx
+from ella_cuda.data.idx import read_idx
 
 DEFAULT_ROOT = Path("data")
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -90,16 +90,7 @@ def _idx(name: str, torchvision_name: str, system_folders: tuple[Path, ...], roo
             f"{name}: no folder holds {', '.join(IDX_FILES)} (plain or .gz); looked in {', '.join(map(str, folders))}. Name the folder that "
             f"holds them as root (--data-dir), {package}or let download=True (--download) fetch them."
         )
-    contents = [idx_content(f) for f in files]
-    arrays = [parse_idx(raw, f) for raw, f in zip(contents, files, strict=True)]
-    for file, array, ndim in zip(files, arrays, (3, 1, 3, 1), strict=True):
-        if array.ndim != ndim:
-            raise ValueError(f"{file} must have {ndim} dimension(s), got shape {array.shape}.")
-    for images, labels in ((0, 1), (2, 3)):
-        if len(arrays[images]) != len(arrays[labels]):
-            raise ValueError(
-                f"{files[images]} has {len(arrays[images])} images and {files[labels]} has {len(arrays[labels])} labels; they must agree."
-            )
+    contents, arrays = zip(*map(read_idx, files), strict=True)
     train_images, train_labels, test_images, test_labels = arrays
     compare(name, [(str(f), n, md5(raw)) for f, n, raw in zip(files, IDX_FILES, contents, strict=True)])
     return _tensors((train_images[:, None], train_labels), (test_images[:, None], test_labels), 10)

@@ -16,8 +16,8 @@ from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data import (
     Dataset,
+    FlipsShifts,
     TensorLoader,
-    augmentation,
     black_as_zero,
     holdout,
     load,
@@ -237,7 +237,7 @@ def _run(
         dataset.train_labels,
         config.batch_size,
         shuffle=True,
-        augment=augmentation(config.augment, dataset),
+        augment=None if config.augment == "none" else FlipsShifts(dataset.black),
         data_digest=dataset.digest,
     )
     evidence_loader = TensorLoader(

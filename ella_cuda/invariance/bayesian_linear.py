@@ -26,13 +26,12 @@ class BayesianLinear(nn.Module):
 
     Parameters:
         mean: ``(K, D)``. log_scale: ``(K, D)``, logarithms of L's diagonal. lower: ``(K, D, D)``, of which the part below the diagonal is
-            L's; "full" alone. log_prior_precision: ``()``; a buffer where it is not learned.
+            L's; "full" alone. log_prior_precision: ``()``.
 
     Args:
         in_features, out_features: D and K.
         q: "full" or "diag".
         prior_precision: :math:`\delta` at the start.
-        learn_prior: whether it is a parameter.
         device, dtype: of the parameters; None is torch's default.
 
     Raises:
@@ -42,8 +41,6 @@ class BayesianLinear(nn.Module):
     biases in neural networks", 2022, equations 8 to 10. The closed forms are those of Gaussian distributions.
     """
 
-    log_prior_precision: Tensor
-
     def __init__(
         self,
         in_features: int,
@@ -51,7 +48,6 @@ class BayesianLinear(nn.Module):
         q: str = "full",
         *,
         prior_precision: float = 1.0,
-        learn_prior: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -66,11 +62,7 @@ class BayesianLinear(nn.Module):
         self.log_scale = nn.Parameter(torch.full(shape, math.log(START) - log_precision / 2, **kind))
         if q == "full":
             self.lower = nn.Parameter(torch.zeros(*shape, self.in_features, **kind))
-        precision = torch.tensor(log_precision, **kind)
-        if learn_prior:
-            self.log_prior_precision = nn.Parameter(precision)
-        else:
-            self.register_buffer("log_prior_precision", precision)
+        self.log_prior_precision = nn.Parameter(torch.tensor(log_precision, **kind))
 
     @property
     def prior_precision(self) -> Tensor:
@@ -119,38 +111,6 @@ class BayesianLinear(nn.Module):
         norm = square + self.mean.square().sum()
         return 0.5 * (self.prior_precision * norm - count - count * self.log_prior_precision) - self.log_scale.sum()
 
-    @torch.no_grad()
-    def fit_(self, features: Tensor, y: Tensor, sigma_noise: float | Tensor = 1.0) -> None:
-        r"""Put q to the best one of its family, of Gaussian targets: "full" is then the exact posterior
-        :math:`\Sigma = (\Phi^T \Phi/\sigma^2 + \delta I)^{-1}`, :math:`\mu = \Sigma \Phi^T y/\sigma^2`, and the bound the evidence.
-        In float64, whatever the layer's dtype.
-
-        Args:
-            features: ``(N, D)``. y: ``(N, K)``. sigma_noise: standard deviation.
-
-        Raises:
-            TypeError, ValueError: an argument does not fit.
-        """
-        self._check(features)
-        if y.shape != (len(features), self.out_features):
-            raise ValueError(
-                f"BayesianLinear: y must have shape {(len(features), self.out_features)}, got {tuple(y.shape)}."
-            )
-        weight = positive("sigma_noise", sigma_noise, "BayesianLinear") ** -2
-        features, y = features.double(), y.double()
-        identity = torch.eye(self.in_features, dtype=features.dtype, device=features.device)
-        precision = weight * features.T @ features + self.prior_precision.double() * identity
-        root = torch.linalg.cholesky(precision.flip(0, 1))  # flipped it is upper triangular, U: precision = U U^T
-        self.mean.copy_((weight * torch.cholesky_solve((features.T @ y).flip(0), root).flip(0)).T)
-        if self.q == "diag":
-            self.log_scale.copy_((-precision.diagonal().log() / 2).expand_as(self.log_scale))
-            return
-        lower = torch.linalg.solve_triangular(
-            root.flip(0, 1).T, identity, upper=False
-        )  # L = U^-T: no inverse is factorised
-        self.lower.copy_(lower.tril(-1).expand_as(self.lower))
-        self.log_scale.copy_(lower.diagonal().log().expand_as(self.log_scale))
-
     def _check(self, features: Tensor) -> None:
         if not features.dim() or features.shape[-1] != self.in_features:
             raise ValueError(
@@ -163,5 +123,4 @@ class BayesianLinear(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        learned = isinstance(self.log_prior_precision, nn.Parameter)
-        return f"{self.in_features}, {self.out_features}, q={self.q!r}, learn_prior={learned}"
+        return f"{self.in_features}, {self.out_features}, q={self.q!r}"

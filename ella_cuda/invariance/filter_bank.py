@@ -12,12 +12,11 @@ from ella_cuda.augment import AffineAugment
 from ella_cuda.augment.affine import with_room
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.ops._precision import without_autocast
-from ella_cuda.ops.affine_copies import affine_adjoint, affine_copies
+from ella_cuda.ops.affine_copies import affine_adjoint
 from ella_cuda.ops.averaged_filters import ACTIVATIONS, activated, averaged_filters
 from ella_cuda.training.checks import positive_integer
 
 PATHS = ("filters", "inputs")
-RESAMPLINGS = ("adjoint", "inverse")
 
 
 class InvariantFilterBank(nn.Module):
@@ -26,10 +25,8 @@ class InvariantFilterBank(nn.Module):
     .. math:: \bar\phi_h(x) = \frac1S \sum_s a(w_h^T T_s x + b_h) = \frac1S \sum_s a\big((T_s^T w_h)^T x + b_h\big)
 
     With ``path="filters"`` it is filters that are transformed: S H of them for a batch, and one matrix product. With ``path="inputs"`` it is
-    images, N S of them: the reference. Both are the same with ``resampling="adjoint"``, where filters are transformed by the transpose of
-    the images' bilinear interpolation. With ``"inverse"`` filters are interpolated themselves, at the places of the inverse
-    transformation, times its determinant. This is the same for quarter turns and shifts by whole pixels, elsewhere up to interpolation and
-    border.
+    images, N S of them: the reference. Both are the same: filters are transformed by the transpose of the images' bilinear
+    interpolation.
 
     Draws are those of ``augment``. Filters are transformed once for a batch, so all of its images have the same draws: "independent" draws
     S anew at each call. ``path="inputs"`` draws for each image. ``with bank.augment.held():`` keeps draws over calls.
@@ -48,7 +45,6 @@ class InvariantFilterBank(nn.Module):
         activation: "relu", "tanh", "identity" or "gaussian", :math:`\exp(-z^2/2)`.
         bias: whether there is one.
         path: "filters" or "inputs"; may be changed.
-        resampling: "adjoint" or "inverse", of "filters".
 
     Raises:
         TypeError: augment is no :class:`ella_cuda.augment.AffineAugment`.
@@ -67,7 +63,6 @@ class InvariantFilterBank(nn.Module):
         activation: str = "relu",
         bias: bool = True,
         path: str = "filters",
-        resampling: str = "adjoint",
     ) -> None:
         super().__init__()
         if not isinstance(augment, AffineAugment):
@@ -79,7 +74,6 @@ class InvariantFilterBank(nn.Module):
         )
         self.n_filters, self.augment = positive_integer("n_filters", n_filters, "InvariantFilterBank"), augment
         self.activation = check_choice("InvariantFilterBank: activation", activation, tuple(ACTIVATIONS))
-        self.resampling = check_choice("InvariantFilterBank: resampling", resampling, RESAMPLINGS)
         self.path = path
         kind = {"device": augment.raw.device, "dtype": augment.raw.dtype}
         self.weight = nn.Parameter(torch.empty(self.n_filters, *self.in_shape, **kind))
@@ -115,14 +109,9 @@ class InvariantFilterBank(nn.Module):
                 f"InvariantFilterBank: path='filters' needs draws that all inputs share, (1, S, k), got {tuple(eps.shape)}; take "
                 "path='inputs' for draws of each input."
             )
-        size, eta, flat = self.in_shape[1:], self.augment.eta, self.weight.flatten(0, 1)
-        if self.resampling == "adjoint":
-            maps = self.augment.maps(eps, eta, size).transpose(0, 1)  # (S, 1, 2, 3): the copies are a batch
-            found = with_room(affine_adjoint, flat.expand(len(maps), 1, -1, -1, -1), maps)
-        else:
-            maps = self.augment.maps(-eps, eta, size)
-            scale = maps[..., 0, 0] * maps[..., 1, 1] - maps[..., 0, 1] * maps[..., 1, 0]
-            found = with_room(affine_copies, flat[None], maps)[0] * scale[0, :, None, None, None]
+        # (S, 1, 2, 3): the copies are a batch.
+        maps = self.augment.maps(eps, self.augment.eta, self.in_shape[1:]).transpose(0, 1)
+        found = with_room(affine_adjoint, self.weight.flatten(0, 1).expand(len(maps), 1, -1, -1, -1), maps)
         return found.unflatten(1, self.weight.shape[:2])
 
     def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
@@ -161,4 +150,4 @@ class InvariantFilterBank(nn.Module):
 
     def extra_repr(self) -> str:
         said = f"{self.in_shape}, {self.n_filters}, activation={self.activation!r}, bias={self.bias is not None}"
-        return f"{said}, path={self.path!r}, resampling={self.resampling!r}"
+        return f"{said}, path={self.path!r}"

@@ -22,22 +22,19 @@ class ShallowNetwork(nn.Module):
     """Features with weights of their own, a :class:`BayesianLinear` on them, a likelihood: ``(N, ...) -> (N, K)``, f's mean.
 
     Parameters:
-        log_sigma_noise: ``()``, "regression" alone; a buffer where it is not learned.
+        log_sigma_noise: ``()``, "regression" alone.
 
     Args:
         features: a module ``(N, ...) -> (N, D)``, such as :class:`InvariantFilterBank`.
         layer: on them.
         likelihood: "classification" (softmax) or "regression" (Gaussian).
         sigma_noise: standard deviation of targets at the start.
-        learn_noise: whether it is a parameter.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
 
     Source: van der Ouderaa and van der Wilk, "Learning invariant weights in neural networks", UAI 2022.
     """
-
-    log_sigma_noise: Tensor | None
 
     def __init__(
         self,
@@ -46,18 +43,12 @@ class ShallowNetwork(nn.Module):
         likelihood: str = "classification",
         *,
         sigma_noise: float = 1.0,
-        learn_noise: bool = True,
     ) -> None:
         super().__init__()
         self.likelihood = check_choice("ShallowNetwork: likelihood", likelihood, LIKELIHOODS)
         self.features, self.layer = features, layer
         log_sigma = layer.mean.new_tensor(math.log(positive("sigma_noise", sigma_noise, "ShallowNetwork")))
-        if likelihood == "classification":
-            self.log_sigma_noise = None
-        elif learn_noise:
-            self.log_sigma_noise = nn.Parameter(log_sigma)
-        else:
-            self.register_buffer("log_sigma_noise", log_sigma)
+        self.register_parameter("log_sigma_noise", nn.Parameter(log_sigma) if likelihood == "regression" else None)
 
     @property
     def sigma_noise(self) -> Tensor | None:

@@ -143,17 +143,14 @@ class SpatialBasis(nn.Module):
         return {**self.__dict__, "_kept": None, "_held": None}  # copies and files do without
 
     def project(self, x: Tensor) -> Tensor:
-        """``x @ matrix().T``: ``(..., X) -> (..., A)``; TypeError or ValueError where x is not that, of the anchors' dtype."""
-        self._check("project", "x", x, self.num_points)
+        """``x @ matrix().T``: ``(..., X) -> (..., A)``."""
         if self.kind == "exponential" and self._held is None:  # evaluated on the fly
             return ops.basis_project(x, self.points, self.anchors, self.inverse_lengthscale, self.kind)
         with without_autocast(x.device.type):
             return x @ self.matrix().T
 
     def expand(self, values: Tensor) -> Tensor:
-        """The functions with these values at the anchors: ``values @ matrix()``, ``(..., A) -> (..., X)``; TypeError or ValueError where
-        values are not that, of the anchors' dtype."""
-        self._check("expand", "values", values, self.num_anchors)
+        """The functions with these values at the anchors: ``values @ matrix()``, ``(..., A) -> (..., X)``."""
         if self.kind == "exponential" and self._held is None:  # symmetric in points and anchors
             return ops.basis_project(values, self.anchors, self.points, self.inverse_lengthscale, self.kind)
         with without_autocast(values.device.type):
@@ -166,9 +163,10 @@ class SpatialBasis(nn.Module):
         coincide they would take values of any size.
 
         Raises:
-            TypeError, ValueError: functions are no real tensor of that shape.
+            TypeError: functions are not floating point.
         """
-        self._check("fit", "functions", functions, self.num_points, any_dtype=True)
+        if not functions.is_floating_point():
+            raise TypeError(f"SpatialBasis.fit: functions must be floating point, got {functions.dtype}.")
         with torch.no_grad(), without_autocast(functions.device.type):
             psi = self.matrix().double()
             squares, directions = torch.linalg.eigh(psi @ psi.T)
@@ -177,10 +175,8 @@ class SpatialBasis(nn.Module):
             return (functions.detach().double() @ psi.T @ inverse).to(functions.dtype)
 
     def residual(self, functions: Tensor, values: Tensor) -> float:
-        """``|functions - expand(values)| / |functions|`` in the Euclidean norm over all entries; 0 where both are zero. TypeError or
-        ValueError where functions ``(..., X)`` and values ``(..., A)`` do not fit."""
-        self._check("residual", "functions", functions, self.num_points, any_dtype=True)
-        self._check("residual", "values", values, self.num_anchors)
+        """``|functions - expand(values)| / |functions|`` in the Euclidean norm over all entries; 0 where both are zero.
+        ValueError where functions ``(..., X)`` and values ``(..., A)`` have other axes."""
         if functions.shape[:-1] != values.shape[:-1]:
             raise ValueError(
                 f"SpatialBasis.residual: functions and values must have the same axes but the last, got {tuple(functions.shape)} and "
@@ -190,23 +186,6 @@ class SpatialBasis(nn.Module):
             difference = (functions - self.expand(values)).double().norm()
             norm = functions.double().norm()
             return float(difference / norm) if norm > 0 else float(difference)
-
-    def _check(self, method: str, name: str, rows: Tensor, count: int, any_dtype: bool = False) -> None:
-        where = f"SpatialBasis.{method}: {name} must"
-        if not isinstance(rows, Tensor):
-            raise TypeError(f"{where} be a tensor (..., {count}), got {type(rows).__name__}; use torch.as_tensor().")
-        if not rows.dim() or rows.shape[-1] != count:
-            raise ValueError(f"{where} have shape (..., {count}), got {tuple(rows.shape)}.")
-        if not rows.is_floating_point():
-            raise TypeError(f"{where} be floating point, got {rows.dtype}; convert with .float().")
-        if not any_dtype and rows.dtype != self.anchors.dtype:
-            raise ValueError(
-                f"{where} be {self.anchors.dtype} as the anchors are, got {rows.dtype}; convert one with .to()."
-            )
-        if rows.device != self.anchors.device:
-            raise ValueError(
-                f"{where} be on {self.anchors.device} as the anchors are, got {rows.device}; move one with .to()."
-            )
 
     def extra_repr(self) -> str:
         return f"{self.size}, num_anchors={self.num_anchors}, kind={self.kind!r}"

@@ -58,7 +58,7 @@ def turn_slices(x: Tensor, group: Group, to: str) -> Tensor:
 class _GroupModule(nn.Module):
     """A layer that knows its group."""
 
-    def __init__(self, group: str | Group) -> None:
+    def __init__(self, group: str | Group = "p4") -> None:
         super().__init__()
         self.group = as_group(group)
 
@@ -81,9 +81,6 @@ class GroupLift(_GroupModule):
     Source: van der Ouderaa et al., NeurIPS 2023, section 6 and appendix.
     """
 
-    def __init__(self, group: str | Group = "p4") -> None:
-        super().__init__(group)
-
     @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, C, G, H, W)``."""
@@ -101,9 +98,6 @@ class GroupMaxPool(_GroupModule):
     Args:
         group: see :class:`GroupLift`.
     """
-
-    def __init__(self, group: str | Group = "p4") -> None:
-        super().__init__(group)
 
     @full_precision
     def forward(self, x: Tensor) -> Tensor:

@@ -27,26 +27,14 @@ class RelaxedEquivariance(nn.Module):
 
     def __init__(self, paths: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        if not hasattr(paths, "items"):
-            raise TypeError(
-                "RelaxedEquivariance: paths must be a mapping of names to modules, such as {'conv': CircularConv2d(1, 8), "
-                f"'f_fc': FactoredLinear2d(1, 8, 16, 16)}}, got {type(paths).__name__}."
-            )
         if not paths:
             raise ValueError("RelaxedEquivariance: paths must name at least one module, got an empty mapping.")
         self.path_names = tuple(paths)
         for name, module in paths.items():
-            if not isinstance(module, nn.Module):
-                raise TypeError(
-                    f"RelaxedEquivariance: paths must name modules, but {name!r} names a {type(module).__name__}; pass an instance, such as "
-                    "CircularConv2d(1, 8)."
-                )
-            if not isinstance(name, str) or not name or "." in name or hasattr(self, name):
-                raise ValueError(
-                    f"RelaxedEquivariance: the name of a path must be a string without '.' and no attribute that modules have, got {name!r}; "
-                    "choose another."
-                )
-            self.add_module(name, module)
+            try:
+                self.add_module(name, module)
+            except KeyError as error:
+                raise ValueError(f"RelaxedEquivariance: {error.args[0]}; choose another name for the path.") from error
 
     def forward(self, x: Tensor) -> Tensor:
         """The mean of the paths' outputs. In a recorded CUDA graph the paths run beside one another."""

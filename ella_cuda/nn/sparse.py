@@ -277,7 +277,6 @@ class SparseConv2d(nn.Module):
         self.basis = SpatialBasis(self.kernel_size, num_anchors, basis, inverse_lengthscale, anchors, **kind)
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, self.basis.num_anchors, **kind))
         self.bias = nn.Parameter(torch.empty(out_channels, **kind)) if bias else None
-        self.residuals: dict[str, float] | None = None
         self._draw_weights()
 
     def reset_parameters(self) -> None:
@@ -315,49 +314,6 @@ class SparseConv2d(nn.Module):
         c, d, a, r = self.in_channels, self.out_channels, self.basis.num_anchors, self.basis.num_points
         pixels = _at_hand(batch) * _at_hand(positions)
         return pixels * c * a * r + pixels * d * c * a < d * c * a * r + pixels * d * c * r
-
-    @classmethod
-    def from_dense(
-        cls,
-        dense: nn.Conv2d,
-        num_anchors: int | None = None,
-        basis: str = "interpolating",
-        inverse_lengthscale: Scale = 1.0,
-        anchors: Tensor | None = None,
-    ) -> SparseConv2d:
-        """The layer whose kernel is nearest to a convolution's, at given anchors or at ones drawn anew.
-
-        Args:
-            dense: a :class:`CircularConv2d`, or a torch.nn.Conv2d of the same map. num_anchors, basis, inverse_lengthscale, anchors:
-                of the new layer.
-
-        Returns:
-            The layer. Its attribute ``residuals`` says what was lost: for each of the dense layer's tensors ``|old - new| / |old|``
-            (Euclidean norm).
-
-        Raises:
-            TypeError: dense is no convolution; what the layer itself raises.
-            ValueError: the convolution is strided, dilated, grouped, or does not keep the size; what the layer itself raises.
-        """
-        if not isinstance(dense, nn.Conv2d):
-            raise TypeError(f"SparseConv2d.from_dense: expected a torch.nn.Conv2d, got {type(dense).__name__}.")
-        half = tuple(k // 2 for k in dense.kernel_size)
-        simple = dense.stride == dense.dilation == (1, 1) and dense.groups == 1 and dense.padding_mode == "circular"
-        if not simple or dense.padding not in ("same", half):
-            raise ValueError(
-                "SparseConv2d.from_dense: expected a 'same' convolution with circular padding (padding='same', padding_mode='circular', "
-                f"stride, dilation and groups 1), got {dense}."
-            )
-        sizes = (dense.in_channels, dense.out_channels, dense.kernel_size)
-        given = (num_anchors, basis, dense.bias is not None, inverse_lengthscale, anchors)
-        layer = cls(*sizes, *given, dense.weight.device, dense.weight.dtype)
-        with torch.no_grad():
-            layer.weight.copy_(layer.basis.fit(dense.weight.flatten(2)))
-            if layer.bias is not None:
-                layer.bias.copy_(dense.bias)
-        layer.residuals = {"weight": layer.basis.residual(dense.weight.flatten(2), layer.weight)}
-        layer.residuals |= {} if layer.bias is None else {"bias": 0.0}
-        return layer
 
     def to_dense(self) -> CircularConv2d:
         """The convolution of the same map; nothing is lost, every smooth kernel is a kernel."""

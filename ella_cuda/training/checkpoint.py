@@ -464,8 +464,10 @@ def restore_random_state(state: dict[str, Any], loaders: Iterable[Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     for generator, saved in zip(_generators(loaders), state["loaders"], strict=True):
         generator.set_state(saved)
-    random.setstate(_python_state(state["python"]))
-    np.random.set_state(_numpy_state(state["numpy"]))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
 
 
 @contextlib.contextmanager
@@ -476,13 +478,3 @@ def kept_random_state(loaders: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         restore_random_state(before, loaders)
-
-
-def _python_state(saved: Any) -> tuple[Any, ...]:
-    version, words, gauss = saved
-    return version, tuple(words), gauss
-
-
-def _numpy_state(saved: Any) -> tuple[Any, ...]:
-    keys, position, has_gauss, cached = saved
-    return "MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached

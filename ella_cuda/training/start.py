@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,16 +21,10 @@ def make_optimizer(
     """The optimizer of the weights.
 
     Raises:
-        TypeError: ``step`` needs arguments, or ``optimizer_kwargs`` do not fit ``optimizer_cls``.
+        TypeError: ``optimizer_kwargs`` do not fit ``optimizer_cls``.
         ValueError: a value in ``optimizer_kwargs`` is out of its range.
     """
     optimizer = _made("optimizer", optimizer_cls, parameters, optimizer_kwargs)
-    needed = _needed_arguments(optimizer.step)
-    if needed:
-        raise TypeError(
-            f"marglik_training: optimizer_cls must make an optimizer whose step is called without arguments, but that of "
-            f"{type(optimizer).__name__} needs {needed}. Use one that steps along a gradient, such as torch.optim.Adam or SGD."
-        )
     _warn_of_weight_decay(optimizer)
     return optimizer
 
@@ -61,20 +54,10 @@ def make_scheduler(
         scheduler_kwargs: other arguments.
 
     Raises:
-        TypeError: ``step`` needs arguments, or ``scheduler_kwargs`` do not fit ``scheduler_cls``.
+        TypeError: ``scheduler_kwargs`` do not fit ``scheduler_cls``.
         ValueError: a value in ``scheduler_kwargs`` is out of its range.
     """
-    if scheduler_cls is None:
-        return None
-    scheduler = _made("scheduler", scheduler_cls, optimizer, scheduler_kwargs)
-    needed = _needed_arguments(scheduler.step)
-    if needed:
-        raise TypeError(
-            f"marglik_training: scheduler_cls must make a schedule whose step is called without arguments after every batch, but that of "
-            f"{type(scheduler).__name__} needs {needed}. Use a schedule that depends on the step alone, such as "
-            "torch.optim.lr_scheduler.CosineAnnealingLR."
-        )
-    return scheduler
+    return None if scheduler_cls is None else _made("scheduler", scheduler_cls, optimizer, scheduler_kwargs)
 
 
 def _made(what: str, make: Callable[..., Any], first: Any, arguments: Any) -> Any:
@@ -86,16 +69,6 @@ def _made(what: str, make: Callable[..., Any], first: Any, arguments: Any) -> An
         raise kind(
             f"marglik_training: {what}_cls = {name_of(make)} cannot be made with {what}_kwargs = {in_words(arguments)}: {error}"
         ) from error
-
-
-def _needed_arguments(function: Callable[..., Any]) -> str:
-    """The arguments without a default, by name."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # compiled code may tell nothing
-        return ""
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return ", ".join(p.name for p in parameters if p.default is p.empty and p.kind not in optional)
 
 
 def try_evidence(

@@ -666,7 +666,7 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
 
     Raises:
         TypeError: an argument is of a wrong type; layers have no curvature rule, all of which are named; a loader yields something else
-            than pairs or mappings, or can be passed over once only; an optimizer or a schedule whose ``step`` needs arguments.
+            than pairs or mappings, or can be passed over once only; a schedule whose ``step`` needs arguments, after the first batch.
         ValueError: an argument out of range, or a burn-in that leaves no epoch for an evidence step; outputs or labels that do not fit
             the likelihood; an empty loader; a pass with another number of data points than N; a checkpoint of other settings or
             data, or one that cannot be read.

@@ -147,7 +147,7 @@ def average(network: nn.Module, augment: nn.Module) -> Tensor:
     [
         (lambda: average(torch.tanh, Flips()), TypeError, "network must be a module, got builtin_function_or_method"),
         (lambda: average(nn.Flatten(), Flips), TypeError, "augment must be a module, got the type Flips; pass an instance"),
-        (lambda: AveragedFunction(nn.Flatten(), Flips(), 0), ValueError, "chunk_size must be None or a positive integer, got 0"),
+        (lambda: AveragedFunction(nn.Flatten(), Flips(), 0), ValueError, "chunk_size must be a positive integer, got 0"),
         (lambda: average(nn.Flatten(), Returns(None)), TypeError, r"augment must return a tensor \(N, S, \.\.\.\), got NoneType"),
         (lambda: average(nn.Flatten(), nn.Flatten(0)), ValueError, r"augment must return .* N = 2 .* got \(6,\)"),
         (lambda: average(nn.Flatten(), Returns(torch.zeros(2, 0, 3))), ValueError, r"got \(2, 0, 3\)"),

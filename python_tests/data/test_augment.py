@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ella_cuda.data import Dataset, FlipsShifts, TensorLoader, augmentation, load, make_task, normalize
+from ella_cuda.data import Dataset, FlipsShifts, TensorLoader, load, make_task, normalize
 
 
 def by_loop(images: np.ndarray, draws: list[list[int]], fill: np.ndarray, reach: int) -> np.ndarray:
@@ -46,7 +46,7 @@ def test_the_border_is_black_as_before_normalising():
     """Padding raw zeros and then normalising, as is usual, gives the same images; padding with 0 afterwards would be grey."""
     raw = Dataset(torch.rand(60, 3, 8, 8), torch.zeros(60).long(), torch.rand(2, 3, 8, 8), torch.zeros(2).long(), 1)
     made = normalize(raw)
-    after, before = augmentation("flips-shifts", made), FlipsShifts(torch.zeros(3))
+    after, before = FlipsShifts(made.black), FlipsShifts(torch.zeros(3))
     draws = after.draw(60)
     std = raw.train_images.double().std(dim=(0, 2, 3), unbiased=False)[:, None, None]
     mean = raw.train_images.double().mean(dim=(0, 2, 3))[:, None, None]

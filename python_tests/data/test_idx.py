@@ -7,7 +7,7 @@ import gzip
 import numpy as np
 import pytest
 
-from ella_cuda.data import read_idx
+from ella_cuda.data.idx import read_idx
 
 # Two images of 2 rows and 3 columns: magic, three big-endian sizes, twelve pixels.
 IMAGES = bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 3]) + bytes(range(100, 112))
@@ -18,7 +18,8 @@ LABELS = bytes([0, 0, 8, 1, 0, 0, 0, 4]) + bytes([3, 0, 9, 255])
 def test_reads_what_the_bytes_say(tmp_path, compress):
     for name, raw in (("images", IMAGES), ("labels", LABELS)):
         (tmp_path / name).write_bytes(gzip.compress(raw, mtime=0) if compress else raw)
-    images, labels = read_idx(tmp_path / "images"), read_idx(tmp_path / "labels")
+    (content, images), (_, labels) = read_idx(tmp_path / "images"), read_idx(tmp_path / "labels")
+    assert content == IMAGES
     assert images.dtype == np.uint8
     assert images.tolist() == [[[100, 101, 102], [103, 104, 105]], [[106, 107, 108], [109, 110, 111]]]
     assert labels.tolist() == [3, 0, 9, 255]
@@ -26,16 +27,16 @@ def test_reads_what_the_bytes_say(tmp_path, compress):
 
 def test_sizes_are_big_endian_and_of_four_bytes(tmp_path):
     (tmp_path / "f").write_bytes(bytes([0, 0, 8, 1, 0, 0, 1, 2]) + bytes(258))
-    assert read_idx(tmp_path / "f").shape == (258,)
+    assert read_idx(tmp_path / "f")[1].shape == (258,)
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
         (b"", "an empty file"),
-        (b"\x01\x00\x08\x01", "two zero bytes"),
-        (bytes([0, 0, 13, 1, 0, 0, 0, 1, 0, 0, 0, 0]), "type 0x0d"),
-        (IMAGES[:10], "ends inside its header"),
+        (b"\x01\x00\x08\x01", "must begin with 00 00 08, got 01 00"),
+        (bytes([0, 0, 13, 1, 0, 0, 0, 1, 0, 0, 0, 0]), "got 00 00 0d"),
+        (IMAGES[:10], r"got -6"),
         (IMAGES[:-1], "must hold 12 bytes"),
         (IMAGES + b"\0", "got 13"),
         (gzip.compress(IMAGES, mtime=0)[:-6], "damaged or truncated gzip"),

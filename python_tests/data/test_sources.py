@@ -69,14 +69,14 @@ def test_idx_data_sets_from_every_folder(tmp_path, name, folder, compress):
 def test_images_and_labels_must_be_equally_many(tmp_path):
     write_mnist(tmp_path)
     write_idx(tmp_path / "t10k-labels-idx1-ubyte", np.zeros(6), compress=True)
-    with pytest.raises(ValueError, match=r"5 images and .* 6 labels"):
+    with pytest.raises(ValueError, match=r"test_labels must have shape .5,., one for each image, got .6,."):
         load("mnist", tmp_path)
 
 
 def test_images_of_one_dimension_are_refused(tmp_path):
     write_mnist(tmp_path)
     write_idx(tmp_path / "train-images-idx3-ubyte", np.zeros(12), compress=True)
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz must have 3 dimension"):
+    with pytest.raises(ValueError, match=r"train_images must have shape .N, C, h, w., got .12, 1."):
         load("mnist", tmp_path)
 
 

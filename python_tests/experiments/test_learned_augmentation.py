@@ -114,7 +114,7 @@ def test_a_loaded_run_predicts_as_its_row_says(tmp_path):
     images = torch.tensor(json.loads((tmp_path / "samples.json").read_text())["images"])
     assert images.shape == (SAMPLED, 1 + SHOWN_COPIES, 32, 32) and images.min() >= 0 and images.max() <= 255
     (tmp_path / "samples.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"samples\.json is damaged"):
+    with pytest.raises(ValueError, match=r"samples\.json was edited"):
         load_run(tmp_path, fit=True)
 
 

@@ -45,3 +45,17 @@ def turned_targets(
         )
     layer = BayesianLinear(n_filters, outputs, prior_precision=precision, **DOUBLE)
     return x, y, ShallowNetwork(bank, layer, "regression", sigma_noise=0.1)
+
+
+@torch.no_grad()
+def fit_best(layer: BayesianLinear, features: Tensor, y: Tensor, noise: float) -> None:
+    """Put q to the best one of its family, of Gaussian targets: "full" is then the exact posterior."""
+    identity = torch.eye(features.shape[1], dtype=features.dtype)
+    precision = features.T @ features / noise**2 + layer.prior_precision * identity
+    layer.mean.copy_((torch.linalg.solve(precision, features.T @ y) / noise**2).T)
+    lower = torch.linalg.cholesky(torch.linalg.inv(precision))
+    if layer.q == "full":
+        layer.lower.copy_(lower.tril(-1).expand_as(layer.lower))
+        layer.log_scale.copy_(lower.diagonal().log().expand_as(layer.log_scale))
+    else:
+        layer.log_scale.copy_((-precision.diagonal().log() / 2).expand_as(layer.log_scale))

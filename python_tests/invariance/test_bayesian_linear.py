@@ -54,42 +54,6 @@ def test_moments_are_those_of_q(q):
     )
 
 
-@pytest.mark.parametrize("q", ["full", "diag"])
-def test_the_fit_is_the_best_q(q):
-    """The bound of Gaussian targets has no slope there."""
-    layer, features, y = layer_of(q), torch.randn(7, 4, **DOUBLE), torch.randn(7, 3, **DOUBLE)
-    layer.fit_(features, y, 0.4)
-    mean, variance = layer.moments(features)
-    bound = -((y - mean).square() + variance).sum() / (2 * 0.4**2) - layer.kl()
-    for name, slope in zip(
-        ("mean", "log_scale", "lower"),
-        torch.autograd.grad(bound, [p for n, p in layer.named_parameters() if "prior" not in n]),
-        strict=False,
-    ):
-        assert slope.abs().max() < 1e-10, name
-
-
-def test_the_fit_is_exact_in_single_precision():
-    """Of fewer data than features and little noise, where single precision has no Cholesky factor of the covariance."""
-    features, y, single = 3 * torch.randn(20, 50), torch.randn(20, 2), BayesianLinear(50, 2)
-    double = BayesianLinear(50, 2, **DOUBLE)
-    single.fit_(features, y, 1e-3)
-    double.fit_(features.double(), y.double(), 1e-3)
-    precision = features.double().T @ features.double() / 1e-6 + torch.eye(50, **DOUBLE)
-    identity = torch.eye(50, **DOUBLE).expand(2, 50, 50)
-    torch.testing.assert_close(double.scale_tril.mT @ precision @ double.scale_tril, identity, rtol=0, atol=1e-6)
-    for name, p in single.named_parameters():
-        torch.testing.assert_close(p.double(), double.get_parameter(name), rtol=1e-6, atol=1e-6)
-
-
-def test_the_priors_precision_is_learned_or_fixed():
-    learned, fixed = (BayesianLinear(2, 1, learn_prior=learn, prior_precision=3.0) for learn in (True, False))
-    assert "log_prior_precision" in dict(learned.named_parameters()) and "log_prior_precision" in dict(
-        fixed.named_buffers()
-    )
-    assert learned.prior_precision.item() == pytest.approx(3) == fixed.prior_precision.item()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -114,5 +78,3 @@ def test_wrong_precisions_and_features_are_refused():
         for call in (layer, layer.moments, layer.scaled):
             with pytest.raises(ValueError, match=words):
                 call(features)
-    with pytest.raises(ValueError, match=r"y must have shape \(4, 3\), got \(4,\)"):
-        layer.fit_(torch.ones(4, 2), torch.ones(4))

@@ -12,7 +12,7 @@ from ella_cuda.augment import AffineAugment
 from ella_cuda.data import TensorLoader
 from ella_cuda.invariance import BayesianLinear, ElboTrainer, ShallowNetwork, multisample_elbo
 from python_tests.augment.augments import DOUBLE, smooth_images
-from python_tests.invariance.banks import SIDE, of_norm_3, smooth_bank, turned_targets
+from python_tests.invariance.banks import SIDE, fit_best, of_norm_3, smooth_bank, turned_targets
 
 ANGLES = [math.radians(degrees) for degrees in range(0, 181, 15)]
 NOISE = 0.1
@@ -30,7 +30,7 @@ def test_the_bound_peaks_at_the_true_amount(true):
         for angle in ANGLES:
             augment.set_eta(angle)
             features = bank(x)
-            layer.fit_(features, y, NOISE)
+            fit_best(layer, features, y, NOISE)
             bounds.append(multisample_elbo(layer, features, y, "regression", sigma_noise=NOISE).item())
     assert bounds.index(max(bounds)) == true
 
@@ -42,7 +42,7 @@ def ascend(model: ShallowNetwork, x: Tensor, y: Tensor, steps: int = 100) -> lis
     for _ in range(steps):
         optimizer.zero_grad()
         features = model.features(x)
-        model.layer.fit_(features.detach(), y, NOISE)
+        fit_best(model.layer, features.detach(), y, NOISE)
         (-multisample_elbo(model.layer, features, y, "regression", sigma_noise=NOISE)).backward()
         optimizer.step()
     return raw.detach().abs().tolist()

@@ -31,16 +31,16 @@ def test_the_papers_network_has_its_parameters_and_blocks():
 
 @pytest.mark.parametrize("size", [(28, 28), (7, 9), (4, 4)])
 def test_outputs_have_the_inputs_size_whatever_it_is(size):
-    network = UNet(in_channels=2, out_channels=3, channels=(4, 5, 6), skip_channels=(0, 0, 2))
+    network = UNet(in_channels=2, channels=4, skip_channels=(0, 0, 2))
     found = network(torch.randn(2, 2, *size))
-    assert found.shape == (2, 3, *size) and found.min() > 0 and found.max() < 1
-    assert UNet(channels=2, sigmoid=False)(100 * torch.randn(1, 1, *size)).abs().max() > 1
+    assert found.shape == (2, 1, *size) and found.min() > 0 and found.max() < 1
+    assert UNet(channels=2, sigmoid=False)(1e4 * torch.randn(1, 1, *size)).abs().max() > 1
     assert not any(isinstance(m, (nn.GroupNorm, nn.BatchNorm2d)) for m in network.modules())
 
 
 def test_outputs_are_those_of_its_layers_one_by_one():
     torch.manual_seed(0)
-    network = UNet(channels=(2, 3), scales=2, skip_channels=(0, 2)).double()
+    network = UNet(channels=3, scales=2, skip_channels=(0, 2)).double()
     weights, x = dict(network.named_parameters()), torch.randn(1, 1, 6, 9, dtype=torch.float64)
 
     def conv(x, name, **options):
@@ -65,8 +65,8 @@ def test_outputs_are_those_of_its_layers_one_by_one():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"channels": (4, 4)}, "channels must be positive, for 3 scales"),
-        ({"channels": 0}, "channels must be positive"),
+        ({"channels": 0}, "channels must be a positive integer, got 0"),
+        ({"scales": 0}, "scales must be a positive integer, got 0"),
         ({"skip_channels": (0, 4)}, "skip_channels must be 3 numbers"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
     ],

@@ -186,7 +186,6 @@ DAMAGES = {
     "has no margliks": lambda s: s.pop("margliks"),
     "epoch is a str": lambda s: s.update(epoch="2"),
     "losses has 1 entries of 2 epochs": lambda s: s["losses"].pop(),
-    "has no prior_precision in its last evaluation": lambda s: s["history"][-1].pop("prior_precision"),
     "random is of another form .*numpy": lambda s: s["random"].pop("numpy"),
     "random is of another form .*size": lambda s: s["random"].update(torch=torch.zeros(7, dtype=torch.uint8)),
     "random is of another form": lambda s: s["random"].update(loaders=[]),

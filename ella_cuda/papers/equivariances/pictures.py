@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ella_cuda.papers.equivariances.broken import accuracy_axis
 from ella_cuda.papers.equivariances.entry import Entry
 from ella_cuda.papers.equivariances.plan import Plan
 from ella_cuda.papers.equivariances.tables import TABLES
-from ella_cuda.reports.pictures.broken import accuracy_axis
 from ella_cuda.reports.pictures.page import (
     NORMAL,
     SMALL,

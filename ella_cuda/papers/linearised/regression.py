@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gaussian_nll_loss
 
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import FullLaplace
-from ella_cuda.metrics import gaussian_nll
 from ella_cuda.papers.studies import Work
 from ella_cuda.run_folder import CHECKPOINT_FILE
 from ella_cuda.training import Evaluation, marglik_training
@@ -156,7 +156,7 @@ def predicted(la: FullLaplace, seed: int) -> dict[str, object]:
     on_grid, bars = la(grid(), diagonal_output=True)
     deviation = bars.flatten().sqrt()
     return {
-        "nll": gaussian_nll(mean, variance + NOISE**2, test.y).item(),
+        "nll": gaussian_nll_loss(mean.double(), test.y.double(), variance.double() + NOISE**2, full=True).item(),
         "error_bar": deviation.mean().item(),
         "mean": on_grid.flatten().tolist(),
         "deviation": deviation.tolist(),

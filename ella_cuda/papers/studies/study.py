@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ella_cuda.digest import DIGEST, broken_seal, sealed
-from ella_cuda.files import damaged, path_part, read_json, write_file
+from ella_cuda.files import path_part, read_json, write_file
 
 MEASURED_FILE = "measured.json"  # of a study, in a folder of its own
 RESULT_FILE = "result.json"
@@ -143,8 +143,6 @@ def _of(path: Path, study: Study | None) -> list[Any]:
 
 def _read(path: Path, study: Study | None) -> dict[str, Any]:
     found = read_json(path, ADVICE)
-    if not isinstance(found, dict):
-        raise damaged(path, f"a {type(found).__name__}, not a mapping", ADVICE)
     if why := broken_seal(found, _of(path, study)):
         raise ValueError(f"{path} was edited, or is of another study or version: {why}. Undo the edit, or {ADVICE}.")
     found.pop(DIGEST)

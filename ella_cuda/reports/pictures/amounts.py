@@ -123,14 +123,7 @@ def draw_samples(groups: Mapping[str, Sequence[Sequence[Any]]], title: str = "",
 
 def _composed(rows: Sequence[Sequence[Any]]) -> Any:
     """One picture, white between images."""
-    images = np.array(rows, dtype=np.uint8)
-    lines, columns, height, width = images.shape
-    first = GAP + math.ceil(BETWEEN * GAP)
-    across = columns * width + (columns - 2) * GAP + first if columns > 1 else width
-    picture = np.full((lines * (height + GAP) - GAP, across), 255, dtype=np.uint8)
-    for i, row in enumerate(images):
-        left = 0
-        for j, image in enumerate(row):
-            picture[i * (height + GAP) : i * (height + GAP) + height, left : left + width] = image
-            left += width + (first if j == 0 else GAP)
-    return picture
+    images = np.pad(np.array(rows, dtype=np.uint8), ((0, 0), (0, 0), (0, GAP), (0, GAP)), constant_values=255)
+    first, *copies = images.swapaxes(0, 1)
+    more = [np.full((*first.shape[:2], math.ceil(BETWEEN * GAP)), 255, dtype=np.uint8)] if copies else []
+    return np.concatenate([*np.concatenate([first, *more, *copies], 2)])[:-GAP, :-GAP]

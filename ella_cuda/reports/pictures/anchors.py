@@ -19,9 +19,7 @@ from ella_cuda.reports.weights import Basis, SpatialWeight, strongest_channels
 
 CIRCLE_COLOUR = "#d7191c"
 PER_LINE = 4
-LARGE_IMAGE, SMALL_IMAGE = 1.1, 0.7  # inches, about: lines of small grids are lower where there are large ones
-MANY = 100  # positions of a large grid
-AROUND = 0.42  # inches for a panel's title and ticks
+IMAGE, AROUND = 1.1, 0.42  # inches, about: of a grid, and for a panel's title and ticks
 LARGEST_DOT = 3.0  # points
 
 
@@ -46,28 +44,26 @@ def draw_anchors(
     names = [layer["name"] for layer in row["layers"]]
     based = [w for w in weights if w.basis is not None]
     sparse = [w for w in based if w.positions > 1]
-    reaches = {_reach(w.basis) for w in sparse}
-    same = reaches.pop() if len(reaches) == 1 else None
     lines = _lines(sparse, names)
-    large = [any(w.positions >= MANY for w in line) for line in lines]
-    images = [LARGE_IMAGE if of or not any(large) else SMALL_IMAGE for of in large]
     across = max(map(len, lines))
-    height = sum(images) / len(images) + AROUND
-    ratios = {"height_ratios": images}
-    figure, axes = panels(len(lines) * across, across, TEXT_WIDTH / PER_LINE * across, height, gridspec_kw=ratios)
-    for i, (line, image) in enumerate(zip(lines, images, strict=True)):
+    figure, axes = panels(len(lines) * across, across, TEXT_WIDTH / PER_LINE * across, IMAGE + AROUND)
+    for i, line in enumerate(lines):
         in_line = axes[i * across : (i + 1) * across]
         for axis, weight in zip(in_line, line, strict=False):
             (pair,) = strongest_channels([w for w in sparse if (w.layer, w.path) == (weight.layer, weight.path)], 1)
-            shown = _draw_panel(axis, weight, pair, (start or {}).get(weight.basis.name), image)
-            title = f"layer {names.index(weight.layer) + 1}, {pair[0]}←{pair[1]}"
-            axis.set_title(title if same else f"{title}\n{_reach(weight.basis)}", fontsize=SMALL, pad=2, y=1.0)
+            shown = _draw_panel(axis, weight, pair, (start or {}).get(weight.basis.name))
+            title = f"layer {names.index(weight.layer) + 1}, {pair[0]}←{pair[1]}\n{_reach(weight.basis)}"
+            axis.set_title(title, fontsize=SMALL, pad=2, y=1.0)
         for axis in in_line[len(line) :]:
             axis.set_visible(False)
         in_line[0].set_ylabel(tensor_title(line[0].path, line[0].tensor).replace(" ", "\n"), fontsize=NORMAL)
-    note = _explained([w for w in based if w.positions == 1], names)
+    note = "Axes: column and row, pixels from the grid's centre. Titles: output channel ← input channel, radius."
+    if which := [
+        f"{tensor_title(w.path, w.tensor)} of layer {names.index(w.layer) + 1}" for w in based if w.positions == 1
+    ]:
+        note += f"\nNot drawn, as of a single position: {', '.join(which)}."
     weight_scale(figure, shown, axes, "weight / panel's largest")
-    finish(figure, f"{run_title(row)}: anchors", _legend(start, same), note)
+    finish(figure, f"{run_title(row)}: anchors", _legend(start), note)
     return figure
 
 
@@ -84,16 +80,9 @@ def _reach(basis: Basis) -> str:
     return f"{number(1 / omega) if omega else '∞'} px"
 
 
-def _explained(single: Sequence[SpatialWeight], names: Sequence[str]) -> str:
-    text = "Axes: column and row, pixels from the grid's centre. Titles: output channel ← input channel."
-    which = [f"{tensor_title(w.path, w.tensor)} of layer {names.index(w.layer) + 1}" for w in single]
-    return text + (f"\nNot drawn, as of a single position: {', '.join(which)}." if which else "")
-
-
-def _draw_panel(axis: Any, weight: SpatialWeight, pair: tuple[int, int], start: Any, inches: float) -> Any:
+def _draw_panel(axis: Any, weight: SpatialWeight, pair: tuple[int, int], start: Any) -> Any:
     from matplotlib.collections import LineCollection
     from matplotlib.patches import Circle
-    from matplotlib.patheffects import withStroke
     from matplotlib.ticker import MaxNLocator
 
     basis: Basis = weight.basis  # type: ignore[assignment]
@@ -104,7 +93,7 @@ def _draw_panel(axis: Any, weight: SpatialWeight, pair: tuple[int, int], start: 
     style = {"cmap": signed_colour_map(), "vmin": -1, "vmax": 1, "interpolation": "nearest"}
     image = axis.imshow((values / largest).numpy(), extent=extent, **style)
     across, down = basis.anchors[:, 1], basis.anchors[:, 0]
-    dot = min(LARGEST_DOT, 72 * inches / len(basis.anchors) ** 0.5 / 2)  # half as wide as an anchor's share of the grid
+    dot = min(LARGEST_DOT, 72 * IMAGE / len(basis.anchors) ** 0.5 / 2)  # half as wide as an anchor's share of the grid
     thin = dot / LARGEST_DOT
     if start is not None:
         ways = [((c0, r0), (c1, r1)) for (r0, c0), r1, c1 in zip(start, down.tolist(), across.tolist(), strict=True)]
@@ -115,31 +104,25 @@ def _draw_panel(axis: Any, weight: SpatialWeight, pair: tuple[int, int], start: 
     if basis.inverse_lengthscale:
         nearest = int(basis.anchors.square().sum(1).argmin())
         centre = (float(across[nearest]), float(down[nearest]))
-        circle = {"fill": False, "color": CIRCLE_COLOUR, "linewidth": 1.0, "zorder": 2.5}
-        halo = withStroke(linewidth=2.0, foreground="white")  # on dark weights the red is dark for some
-        axis.add_patch(Circle(centre, 1 / basis.inverse_lengthscale, path_effects=[halo], **circle))
+        for colour, width in (("white", 2.0), (CIRCLE_COLOUR, 1.0)):  # on dark weights the red is dark for some
+            circle = {"fill": False, "color": colour, "linewidth": width, "zorder": 2.5}
+            axis.add_patch(Circle(centre, 1 / basis.inverse_lengthscale, **circle))
     # Anchors may leave the grid, all are shown; a circle larger than the grid is not.
     reach = [max(float(v.abs().max()) + 0.3, h) for v, h in ((across, half[1]), (down, half[0]))]
     axis.set_xlim(-reach[0], reach[0])
     axis.set_ylim(reach[1], -reach[1])
     axis.set_anchor("W")
     for side in (axis.xaxis, axis.yaxis):
-        side.set_major_locator(MaxNLocator(nbins=4 if inches > 1 else 2, integer=True))
+        side.set_major_locator(MaxNLocator(nbins=4, integer=True))
     return image
 
 
-def _legend(start: Any, reach: str | None) -> dict[str, Any]:
+def _legend(start: Any) -> dict[str, Any]:
     from matplotlib.lines import Line2D
 
     anchor = {"marker": "o", "linestyle": "", "color": "white", "markeredgecolor": "black", "markersize": 4}
     circle = {"marker": "o", "linestyle": "", "color": "none", "markeredgecolor": CIRCLE_COLOUR, "markersize": 8}
-    legend = {
-        "anchor": Line2D([], [], **anchor),
-        f"radius 1/ω{f' = {reach}' if reach else ', in the title'}: how far a basis function reaches": Line2D(
-            [], [], **circle
-        ),
-    }
-    if start:
-        way = {"color": "black", "alpha": 0.5, "linewidth": 0.8, "marker": "o", "markersize": 2.5}
-        legend["from where the anchor started"] = Line2D([], [], **way)
-    return legend
+    way = {"color": "black", "alpha": 0.5, "linewidth": 0.8, "marker": "o", "markersize": 2.5}
+    styles = {"anchor": anchor, "radius 1/ω: how far a basis function reaches": circle}
+    styles |= {"from where the anchor started": way} if start else {}
+    return {label: Line2D([], [], **style) for label, style in styles.items()}

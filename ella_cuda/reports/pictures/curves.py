@@ -1,11 +1,10 @@
-"""Loss, evidence and accuracy over training, and what came of it."""
+"""Loss, evidence and accuracy over training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ella_cuda.reports.pictures.broken import accuracy_axis
 from ella_cuda.reports.pictures.page import (
     MARKERS,
     NORMAL,
@@ -21,15 +20,12 @@ from ella_cuda.reports.pictures.page import (
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, network_title
 
 EVIDENCE_LINES = ("-", "-.", ":")  # of runs that differ only in what of their bases the evidence learned
-EVALUATED = {"test": "test images", "holdout": "held-out images"}
-SPREAD = 0.6  # of a network's place that its runs take
 FIRST_STEP = {"color": "#555555", "linewidth": 0.7, "linestyle": (0, (1, 1.5)), "zorder": 0}
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[str, Any]]) -> Any:
-    """Training loss, ``-log q/N`` and training accuracy over the epochs, and the accuracy of finished runs on the images
-    they were evaluated on, side by side in the legend's order: a line of panels for each task, a colour and marker for
-    each network; MAP is dashed and hollow.
+    """Training loss, ``-log q/N`` and training accuracy over the epochs: a line of panels for each task, a colour and marker
+    for each network; MAP is dashed and hollow.
 
     Markers stand at the epochs that were evaluated; on the loss of evidence runs, at their evidence steps alone. A vertical
     line stands at the first of these: burn-in ends, and the loss jumps as its prior is replaced.
@@ -44,16 +40,14 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
     """
     tasks = list(dict.fromkeys((r["data"], r["task"]) for r in rows))
     styles = run_styles(rows)
-    figure, axes = panels(4 * len(tasks), 4, TEXT_WIDTH, 1.95)
+    figure, axes = panels(3 * len(tasks), 3, TEXT_WIDTH, 1.95)
     legend: dict[str, Any] = {}
     by_task = [
         [(r, h) for r, h in zip(rows, histories, strict=True) if (r["data"], r["task"]) == task] for task in tasks
     ]
     for i, runs in enumerate(by_task):
-        _draw_line(axes[4 * i : 4 * i + 3], runs, rows, styles, legend)
-    for axis, runs in zip(axes[3::4], by_task, strict=True):
-        _draw_results(axis, [r for r, _ in runs], rows, styles, [*legend])
-    for axis, (data, task), runs in zip(axes[::4], tasks, by_task, strict=True):
+        _draw_line(axes[3 * i : 3 * i + 3], runs, rows, styles, legend)
+    for axis, (data, task), runs in zip(axes[::3], tasks, by_task, strict=True):
         axis.set_title(f"{data}, task {task}, {_seeds(runs)}", fontsize=NORMAL, y=1.0, pad=6, loc="left")
     finish(figure, legend=legend | _marks(histories))
     return figure
@@ -132,31 +126,6 @@ def _draw_line(
     if not any(_steps(history) for _, history in runs):
         middle = {"ha": "center", "fontsize": NORMAL, "transform": evidence_axis.transAxes}
         evidence_axis.text(0.5, 0.5, "no evidence step", **middle)
-
-
-def _draw_results(
-    axis: Any,
-    rows: Sequence[Mapping[str, Any]],
-    among: Sequence[Mapping[str, Any]],
-    styles: Mapping[tuple[str, str], Mapping[str, Any]],
-    labels: Sequence[str],
-) -> None:
-    """The accuracies of a task's finished runs, a place for each label."""
-    finished = [r for r in rows if r.get("accuracy") is not None]
-    if not finished:
-        axis.set_axis_off()
-        return
-    for place, label in enumerate(labels):
-        members = [r for r in finished if _label(r, among) == label]
-        for k, row in enumerate(members):
-            beside = SPREAD * ((k + 0.5) / len(members) - 0.5)
-            style = {**styles[network_title(row), row["objective"]], "linestyle": "", "markersize": 4}
-            axis.plot(place + beside, row["accuracy"], zorder=3, **style)
-    said = accuracy_axis([axis], "y", [r["accuracy"] for r in finished])
-    images = f"{finished[0]['evaluated_size']:,} {EVALUATED[finished[0]['evaluated_on']]}"
-    plain_axes(axis, "", "in the legend's order", f"accuracy, %{said},\n{images}")
-    axis.set_xlim(-0.7, len(labels) - 0.3)
-    axis.set_xticks([])
 
 
 def _label(row: Mapping[str, Any], among: Sequence[Mapping[str, Any]]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from matplotlib.colors import to_hex
 
@@ -17,7 +15,7 @@ def test_curves_show_every_run_at_its_epochs():
     plain = {"losses": [2.5, 2.0, 1.5], "evaluations": evaluations(row(), 1)}
     rows = [row(), row(layer="conv", objective="map"), row("quadrant", "conv", "map")]
     figure = draw_curves(rows, [evidence, plain, plain])
-    losses, values, accuracies, _, losses2, values2, accuracies2, _ = figure.axes
+    losses, values, accuracies, losses2, values2, accuracies2 = figure.axes
     (begins,) = steps_begin(losses)
     assert begins == 4  # the first evaluation with an evidence
     assert [steps_begin(axis) for axis in (values, accuracies, losses2)] == [[4], [4], []]
@@ -39,10 +37,10 @@ def test_curves_show_every_run_at_its_epochs():
     assert not values2.lines
     assert values2.texts[0].get_text() == "no evidence step"
     assert accuracies2.lines[0].get_xydata().tolist() == [[2, pytest.approx(20)]]
-    assert all(a.get_xlabel() == "epoch" for k, a in enumerate(figure.axes) if k % 4 < 3)
+    assert all(a.get_xlabel() == "epoch" for a in figure.axes)
     units = [axis.get_ylabel().replace("\n", " ") for axis in (losses, values, accuracies)]
     assert [u.partition(", ")[2] for u in units] == ["nats, log scale", "nats per data point", "%"]
-    assert [axis.get_title(loc="left") for axis in figure.axes[::4]] == [
+    assert [axis.get_title(loc="left") for axis in figure.axes[::3]] == [
         "digits, task digit, seed 0",
         "digits, task quadrant, seed 0",
     ]
@@ -50,28 +48,6 @@ def test_curves_show_every_run_at_its_epochs():
     assert labels == [
         "F-FC+CONV, evidence", "CONV, MAP", "evidence step, on the loss", "burn-in ends: the prior changes",
     ]  # fmt: skip
-
-
-def test_accuracies_of_finished_runs_stand_apart_in_the_legends_order():
-    kinds = [("f_fc+conv", "map"), ("f_fc+conv", "evidence"), ("conv", "evidence")]
-    accuracies = [[93.0, 93.0, 94.0], [97.0, 97.5, 96.0], [24.0, 24.5, 25.0]]
-    rows = [
-        row(layer=layer, objective=objective, seed=seed, accuracy=value)
-        for (layer, objective), of in zip(kinds, accuracies, strict=True)
-        for seed, value in enumerate(of)
-    ]
-    figure = draw_curves(rows, [{"evaluations": evaluations(r)} for r in rows])
-    axis = figure.axes[3]
-    points = [line for line in axis.lines if line.get_transform() == axis.transData and len(line.get_xdata()) == 1]
-    assert [line.get_ydata()[0] for line in points] == [x for of in accuracies for x in of]
-    places = [line.get_xdata()[0] for line in points]
-    assert places == sorted(places)
-    pixels = axis.transData.transform([(x, 93) for x in places])[:, 0] / figure.dpi * 72
-    assert min(b - a for a, b in itertools.pairwise(pixels)) > 4  # points: a marker's width
-    assert [line.get_markerfacecolor() == "white" for line in points] == [True] * 3 + [False] * 6
-    assert [line.get_color() for line in points] == [line.get_color() for line in figure.axes[0].lines[:9]]
-    assert axis.get_ylabel() == "accuracy, %, broken axis,\n360 test images"
-    assert "seeds 0, 1, 2" in figure.axes[0].get_title(loc="left")
 
 
 def test_training_accuracies_fill_their_panel():
@@ -111,21 +87,20 @@ def test_the_legends_lines_are_the_runs():
     (legend,) = figure.legends
     labels = [t.get_text() for t in legend.get_texts()][:4]
     assert labels == ["S-CONV, MAP", "S-CONV, anchors, evidence", "FC+CONV, evidence", "CONV, MAP"]
-    losses, _, accuracies, results = figure.axes
-    for handle, *lines in zip(legend.legend_handles, losses.lines, accuracies.lines, results.lines, strict=False):
-        for line in lines:  # of a result there is a mark alone
-            same = ("color", "marker", "markerfacecolor") + (() if line.get_linestyle() == "None" else ("linestyle",))
+    losses, _, accuracies = figure.axes
+    for handle, *lines in zip(legend.legend_handles[:4], losses.lines, accuracies.lines, strict=False):
+        for line in lines:
+            same = ("color", "marker", "markerfacecolor", "linestyle")
             assert [getattr(line, f"get_{of}")() for of in same] == [getattr(handle, f"get_{of}")() for of in same]
 
 
-def test_a_run_that_is_not_finished_has_its_evaluations_losses_and_no_result():
+def test_a_run_that_is_not_finished_has_its_evaluations_losses():
     running = row()
     del running["accuracy"], running["evaluated_on"]
     figure = draw_curves([running], [{"evaluations": evaluations(running)}])
-    losses, _, accuracies, results = figure.axes
+    losses, _, accuracies = figure.axes
     assert losses.lines[0].get_xydata().tolist() == [[2, 3], [4, 2], [6, 1]]
     assert [line.get_marker() for line in accuracies.lines] == ["o", "None"]  # and where burn-in ends
-    assert not results.lines and not results.axison
 
 
 def test_a_loss_below_zero_has_no_logarithm():

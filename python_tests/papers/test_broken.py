@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ella_cuda.reports.pictures.broken import accuracy_axis
+from ella_cuda.papers.equivariances.broken import accuracy_axis
 from ella_cuda.reports.pictures.page import panels
 
 FAR = [24.0, 25.5, 91.0, 93.0, 99.0]

@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import FactorShape, Jacobian, KroneckerFactor
 from ella_cuda.laplace.rows import Rows
-from ella_cuda.laplace.rules.recorded import AddsToMoments, complete, promises, pulls_back
+from ella_cuda.laplace.rules.recorded import AddsToMoments, complete, promises
 from ella_cuda.laplace.second_moment import SecondMoment
 
 RESOLUTIONS = ("shared", "per_channel")
@@ -34,13 +34,12 @@ class Rule(AddsToMoments, ABC):
 
     A class may define, in the place of these, methods that add to the moments of :attr:`factors`: ``inputs(*arguments)`` adds to
     ``input_moment`` the rows whose outer products, divided by the number of data points, are A; ``outputs(gradient)``, of gradients
-    ``(K, N, ...)``, adds to ``output_moment`` those whose outer products are B; with ``differentiates = True``, ``vjp(gradient,
-    input_shape)`` does as ``outputs`` and returns the gradient at the input, unless ``input_shape`` is None. What ``inputs`` leaves on the
-    rule is there again when the gradient of the same call comes back. Such a class says with ``takes_reduced = True`` that ``inputs``
-    accepts bfloat16 and float16; with ``reduces = True`` that its methods follow :attr:`approximation`: with "reduce" ``inputs`` adds the
-    mean over positions and sets :attr:`positions`, ``outputs`` the sum; with ``averages = True`` that its rows are linear in inputs and
-    gradients, of which it gets means and sums over :attr:`copies`; with ``sees_copies = True`` too that it gets all copies and adds means
-    and sums itself.
+    ``(K, N, ...)``, adds to ``output_moment`` those whose outer products are B; ``vjp(gradient, input_shape)`` does as ``outputs`` and
+    returns the gradient at the input, unless ``input_shape`` is None. What ``inputs`` leaves on the rule is there again when the gradient
+    of the same call comes back. Such a class says with ``reduces = True`` that its methods follow :attr:`approximation`: with "reduce"
+    ``inputs`` adds the mean over positions and sets :attr:`positions`, ``outputs`` the sum; with ``averages = True`` that its rows are
+    linear in inputs and gradients, of which it gets means and sums over :attr:`copies`; with ``sees_copies = True`` too that it gets all
+    copies and adds means and sums itself.
 
     Attributes:
         module: the layer.
@@ -69,7 +68,6 @@ class Rule(AddsToMoments, ABC):
     approximation: str = "expand"
     copies: int = 1
     positions: int = 1
-    differentiates: bool = False
     sees_copies: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -151,7 +149,7 @@ class Rule(AddsToMoments, ABC):
 
     def has_input_gradient(self) -> bool:
         """Whether the rule, not autograd, takes gradients back through the layer."""
-        return type(self).input_gradient is not Rule.input_gradient and pulls_back(self)
+        return type(self).input_gradient is not Rule.input_gradient
 
     def takes_samples(self) -> bool:
         """Whether :meth:`input_gradient` takes gradients at some positions alone; see :class:`Call`."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ella_cuda.augment import AveragedFunction
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, plain_tensor, shapes_of, tensors_of
 from ella_cuda.laplace.check_model import probe
-from ella_cuda.laplace.evidence import hyperparameters, resolved, square_distances
+from ella_cuda.laplace.evidence import resolved, square_distances
 from ella_cuda.laplace.factors import KroneckerFactor, by_parameter
 from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.kronecker_sums import KroneckerSums
@@ -25,10 +25,8 @@ from ella_cuda.modes import exclusively
 from ella_cuda.ops._precision import without_autocast
 
 if TYPE_CHECKING:
-    from ella_cuda.laplace.rules.base import Rule
-
-if TYPE_CHECKING:
     from ella_cuda.laplace.kron import KronLaplace
+    from ella_cuda.laplace.rules.base import Rule
 
 
 class _GraphMoment(SecondMoment):
@@ -73,13 +71,12 @@ def exact_log_marginal_likelihood(
         sigma_noise: None is la's.
 
     Returns:
-        0-dim float64, differentiable in the model's buffers that require a gradient and in the two hyperparameters; once only where the
-        model calls :func:`torch.utils.checkpoint.checkpoint`, and for as long as its parameters and buffers stay as they are.
+        0-dim float64, differentiable in the model's buffers that require a gradient and in the two hyperparameters.
 
     Raises:
         TypeError: la is no :class:`KronLaplace`, x or y no tensor, or y of a wrong dtype.
         ValueError: no data, an x that the model cannot be evaluated at, targets that do not fit, a layer that was never called, parameters
-            without a rule, or a checkpoint with ``use_reentrant=True``.
+            without a rule, or a model that calls :func:`torch.utils.checkpoint.checkpoint`.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 4; Immer et al., "Invariance learning in deep neural networks with
     differentiable Laplace approximations", NeurIPS 2022 (gradients through the curvature).
@@ -120,25 +117,23 @@ def exact_log_marginal_likelihood(
 def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precision: Tensor, sigma: Tensor) -> Tensor:
     """Of checked arguments."""
     dtype = next(p for p in la.model.parameters() if p.requires_grad).dtype
-    likelihood, run = la.likelihood_function, _Run(la.model, rules)
-    with at_test_time(la.model), _in_words(x, dtype):
-        run.findings = probe(la.model, rules, x, several=False)
-    with run.hooked():  # the way back too: what a checkpoint computes anew must meet what its first forward met
+    likelihood, run = la.likelihood_function, GraphPass(la.model, rules, _GraphSums())
+    parameters = [p for p in la.model.parameters() if p.requires_grad]
+    with at_test_time(la.model):
         with _in_words(x, dtype):
-            outputs = run.outputs(x)
-        called = {noted.call.rule for noted in run.noted}
-        for rule in rules:
-            if rule not in called:
-                raise ValueError(
-                    f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) if the model does "
-                    "not use it."
-                )
-        with torch.no_grad():
-            likelihood.check(outputs, y)
-        gradients = run.gradients(outputs, likelihood.columns(outputs, y)[:], keep=True)
-    given = (precision, sigma)
-    if run.recomputes:  # what these were made from is not to be reached inside of _Recomputing
-        precision, sigma = (t.detach().requires_grad_(t.requires_grad) for t in given)
+            run.findings = probe(la.model, rules, x, several=False)
+        with hooks(la.model.modules(), before=_require_no_checkpoint), requiring_grad(parameters, False), run.layers():
+            with _in_words(x, dtype), torch.enable_grad():
+                outputs = run.forward(x)
+            for rule in rules:
+                if all(noted.call.rule is not rule for noted in run.noted):
+                    raise ValueError(
+                        f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) if the model "
+                        "does not use it."
+                    )
+            with torch.no_grad():
+                likelihood.check(outputs, y)
+            gradients = run.gradients(outputs, likelihood.columns(outputs, y)[:], keep=True)
     with torch.enable_grad(), _in_words(x, dtype):
         run.hand_on(gradients)
     for factor in (f for rule in rules for f in rule.factors.values()):
@@ -152,10 +147,15 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precisio
         factor, size = factors[name], la.model.get_parameter(name).numel()
         log_det_ratio = factor.logdet(delta, sigma**-2 / la.temperature) - size * delta.log()
         total = total - 0.5 * (log_det_ratio + delta * norm)
-    if not (run.recomputes and total.requires_grad):
-        return total
-    buffers = list(hyperparameters(la.model).values())
-    return _Recomputing.apply(run, lambda: (total, (*buffers, precision, sigma)), *buffers, *given)
+    return total
+
+
+def _require_no_checkpoint(*_: Any) -> None:
+    """ValueError inside of a checkpoint, which would compute a layer anew for a gradient that is taken when no layer is seen any more."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise ValueError(
+            "exact_log_marginal_likelihood: the model calls torch.utils.checkpoint, which computes layers anew; call it without."
+        )
 
 
 @contextmanager
@@ -172,54 +172,3 @@ def _in_words(x: Inputs, dtype: torch.dtype) -> Iterator[None]:
             f"exact_log_marginal_likelihood: the model cannot be evaluated at x of shape {shapes_of(x)}, {dtypes}; pass what the "
             f"model takes, all data along the first axis (the parameters are {dtype}). It failed with: {error}"
         ) from error
-
-
-class _Run(GraphPass):
-    """The pass of one evaluation.
-
-    Attributes:
-        recomputes: whether a part of the forward may be computed anew for a gradient, as :func:`torch.utils.checkpoint.checkpoint` does.
-    """
-
-    def __init__(self, model: nn.Module, rules: list[Rule]) -> None:
-        super().__init__(model, rules, _GraphSums())
-        self.recomputes = False
-
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """The model in evaluation mode at constant parameters, whose layers' calls are seen, for the duration of the context."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        with at_test_time(self.model), requiring_grad(parameters, False), self.layers():
-            yield
-
-    def outputs(self, x: Inputs) -> Tensor:
-        """The outputs, in the graph."""
-        with hooks(self.model.modules(), before=self._look), torch.enable_grad():
-            return self.forward(x)
-
-    def _look(self, module: nn.Module, args: Any) -> None:
-        self.recomputes = self.recomputes or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-class _Recomputing(torch.autograd.Function):
-    """The evidence of a model that computes layers anew whenever a gradient needs them: gradients of it are taken with the taps on."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: _Run, inside: Callable[[], tuple[Tensor, tuple[Tensor, ...]]], *inputs: Tensor
-    ) -> Tensor:
-        ctx.run, ctx.inside = run, inside
-        return inside()[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise ValueError(
-                "exact_log_marginal_likelihood: the model calls torch.utils.checkpoint, so its evidence has first gradients only; take them "
-                "without create_graph=True, or do not checkpoint."
-            )
-        total, inputs = ctx.inside()
-        wanted = [t for t, needs in zip(inputs, ctx.needs_input_grad[2:], strict=True) if needs]
-        with ctx.run.hooked(), without_autocast(total.device.type):
-            found = iter(torch.autograd.grad(total, wanted, gradient, retain_graph=True, allow_unused=True))
-        return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,13 +53,12 @@ from ella_cuda.laplace.tangent import first_at_fault
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import SpatialBasis
+from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import without_autocast
 
 if TYPE_CHECKING:
-    from ella_cuda.laplace.rules.base import Rule
-
-if TYPE_CHECKING:
     from ella_cuda.laplace.kron import KronLaplace
+    from ella_cuda.laplace.rules.base import Rule
 
 COLUMNS = ("all", "one")
 GRAPH = 4  # what the graph of a column keeps, in units of the layers' outputs
@@ -89,13 +87,12 @@ def evidence_gradient(
 
     Args:
         la: fitted, at the network's present parameters and buffers.
-        loader: yields batches as for :meth:`KronLaplace.fit`.
+        loader, group: as for :meth:`KronLaplace.fit`; a group's processes pass over batches of their own, and get the gradients of all.
         buffers: names in ``la.model.named_buffers()``, of leaves; None is those of the augmentation of an
             :class:`ella_cuda.augment.AveragedFunction`.
         n_data: how many data points are used, a random part of each batch; None is all.
         columns: "all" of the output Hessian's square root, or "one": their sum with random signs, which is right on average.
         generator: of parts and signs, of the CPU; None is torch's global one.
-        group: as for :meth:`KronLaplace.fit`, whose processes pass over batches of their own, and get the gradients of all.
 
     Returns:
         The gradients, float64, by the buffers' names.
@@ -113,40 +110,34 @@ def evidence_gradient(
         ranks = Ranks(group, "evidence_gradient")
 
         def own() -> tuple[_GradientSums, str | None]:
-            found = _summed_over(la, loader, buffers, n_data, columns, generator, may_be_empty=True)
+            found = _summed_over(la, loader, buffers, n_data, columns, generator)
             return found, plan_of(la, loader, "evidence_gradient")
 
         sums, plan = ranks.together(own)
         shapes = {name: list(g.shape) for name, g in sums.gradients.items()}
-        agree_on_gradient(
-            ranks, la, plan, buffers=shapes, n_data=n_data, columns=columns, **{"data points of the fit": la.n_data}
-        )
+        settings = {"buffers": shapes, "n_data": n_data, "columns": columns, "data points of the fit": la.n_data}
+        agree_on_gradient(ranks, la, plan, **settings)
         count = data_weight(la).new_tensor([float(sums.seen)], dtype=torch.float64)
-        flat = torch.cat([*(g.flatten() for g in sums.gradients.values()), count])
+        flat = torch.cat([count, *(g.flatten() for g in sums.gradients.values())])
         ranks.sum_(flat)
-        sizes = [g.numel() for g in sums.gradients.values()]
-        parts = flat[:-1].split(sizes)
+        parts = flat[1:].split([g.numel() for g in sums.gradients.values()])
         summed = {n: p.view(g.shape) for p, (n, g) in zip(parts, sums.gradients.items(), strict=True)}
-        sums = _GradientSums(sums.wanted, summed, int(flat[-1]), sums.of_projections)
-        _require_data(sums.seen)
+        sums = sums._replace(gradients=summed, seen=int(flat[0]))
+    if not sums.seen:
+        raise ValueError("evidence_gradient: the loader gave no data; pass one that can be iterated again.")
     with torch.inference_mode(False):
         found = {name: g * (la.n_data / sums.seen) for name, g in sums.gradients.items()}
         return {name: found[name] + sums.of_projections.get(id(buffer), 0) for name, buffer in sums.wanted.items()}
 
 
 class _GradientSums(NamedTuple):
-    """Of a pass over data: the buffers that are differentiated, the sums of their gradients by name, how many data points there were, and
-    the gradients of the factors' projections, by the buffers' ids, which are of all data."""
+    """The buffers that are differentiated, the sums of their gradients over a pass' ``seen`` data points, by name, and the gradients of the
+    factors' projections, by the buffers' ids, which are of all data."""
 
     wanted: dict[str, Tensor]
     gradients: dict[str, Tensor]
     seen: int
     of_projections: dict[int, Tensor]
-
-
-def _require_data(seen: int) -> None:
-    if not seen:
-        raise ValueError("evidence_gradient: the loader gave no data; pass one that can be iterated again.")
 
 
 def _summed_over(
@@ -156,12 +147,11 @@ def _summed_over(
     n_data: int | None,
     columns: str,
     generator: torch.Generator | None,
-    may_be_empty: bool = False,
 ) -> _GradientSums:
     require_loader(loader, "evidence_gradient: loader")
     check_choice("evidence_gradient: columns", columns, COLUMNS)
-    if n_data is not None and (isinstance(n_data, bool) or not isinstance(n_data, Integral) or n_data < 1):
-        raise ValueError(f"evidence_gradient: n_data must be a positive integer or None, got {n_data!r}.")
+    if n_data is not None:
+        as_count("evidence_gradient: n_data", n_data)
     with torch.inference_mode(False), exclusively(la.model):
         wanted = _buffers(la.model, buffers)
         la.fitted_model.require_unchanged()
@@ -170,13 +160,9 @@ def _summed_over(
         learnt = [b for b in wanted.values() if not b.requires_grad]
         fixed_draws(la.model)  # those of single data points begin as they began in the fit
         seen = passed = 0
-        part_of_data = None if n_data is None or n_data >= la.n_data else n_data / la.n_data
-        # Every batch has its share on average: what is due of all so far is rounded after a random start.
-        start = (
-            0.0
-            if part_of_data is None
-            else torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
-        )
+        share = None if n_data is None or n_data >= la.n_data else n_data / la.n_data
+        if share is not None:  # of every batch on average: what is due of all so far is rounded after a random start
+            start = torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
         with (
             at_test_time(la.model),
             requiring_grad(parameters, False),
@@ -188,8 +174,8 @@ def _summed_over(
             for batch in loader:
                 x, y = la.fitted_model.batch(batch, "evidence_gradient")
                 passed += data_points(x)
-                if part_of_data is not None:
-                    few = int(passed * part_of_data + start) - seen
+                if share is not None:
+                    few = int(passed * share + start) - seen
                     some = torch.randperm(data_points(x), generator=generator)[:few].to(y.device)
                     x, y = take(x, some), y[some]
                 try:
@@ -198,8 +184,6 @@ def _summed_over(
                     _require_second_derivatives(la.model, take(x, slice(2)), error)
                     raise
                 seen += data_points(x)
-            if not may_be_empty:
-                _require_data(seen)
             return _GradientSums(wanted, gradients.total(), seen, run.of_projections(gradients.bases))
 
 
@@ -231,11 +215,8 @@ def _buffers(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]
 
 
 def cotangents(basis: Eigenbasis, prior: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``sum log(scale l m + prior)`` in A and in B, ``(G, a, a)`` and ``(G or 1, b, b)``, each as ``(root, root^T)``: the roots, float64.
-
-    Args:
-        basis: of A and B. prior: 0-dim precision. scale: of the curvature, 0-dim.
-    """
+    """Roots R of the derivatives R R^T of ``sum log(scale l m + prior)`` in A and in B, ``(G, a, a)`` and ``(G or 1, b, b)``, float64; the
+    prior's precision and the curvature's scale are 0-dim."""
     each = scale / basis.precisions(prior, scale)  # (G, a, b)
     of_inputs = (each * basis.values_out[:, None]).sum(2)  # (G, a)
     of_outputs = (each * basis.values_in[:, :, None]).sum(1)  # (G, b)
@@ -247,21 +228,22 @@ def cotangents(basis: Eigenbasis, prior: Tensor, scale: Tensor) -> tuple[Tensor,
 
 
 class Cotangent:
-    """A constant symmetric matrix in a moment's place: the derivative of the evidence in the moment.
+    """A constant symmetric matrix in a moment's place: the derivative :math:`R R^T` of the evidence in the moment.
 
     Args:
-        root: R of the matrix :math:`R R^T` at the positions of rows, ``(G, d, r)``.
-        before_projection: R before it was expanded to a basis' positions.
+        root: R, ``(G, d, r)``, before it is expanded to a basis' positions.
         like: a tensor of the rows' dtype, on their device.
         name, basis: of the moment.
     """
 
-    def __init__(
-        self, root: Tensor, before_projection: Tensor, like: Tensor, name: str, basis: SpatialBasis | None
-    ) -> None:
-        self.before_projection, self.dtype, self.name, self.basis = before_projection, like.dtype, name, basis
-        self.matrix = root @ root.mT
-        self.total = self.matrix  # whose shape methods of rules read
+    def __init__(self, root: Tensor, like: Tensor, name: str, basis: SpatialBasis | None) -> None:
+        self.root, self.dtype, self.name, self.basis = root, like.dtype, name, basis
+        if basis is not None:
+            with torch.no_grad():
+                psi = basis.matrix().double()
+            parts = root.unflatten(1, (-1, psi.shape[0]))  # (G, d/A, A, r)
+            root = torch.einsum("ax,gpar->gpxr", psi, parts).flatten(1, 2)
+        self.matrix = self.total = root @ root.mT  # whose shape methods of rules read
         self._reduced = self.matrix.to(like.dtype)
 
     def of(self, dtype: torch.dtype) -> Tensor:
@@ -331,12 +313,12 @@ class _Passes:
                     continue
                 full, shape, like = rule.full_name(name), shapes[name], rule.module.get_parameter(name)
                 root_in, root_out = cotangents(bases[full], precisions[full], scale)
-                outputs = _cotangent(root_out, like, full, shape.output_basis)
+                outputs = Cotangent(root_out, like, full, shape.output_basis)
                 inputs = None
                 if not shape.constant_input:
                     # Of A as a mean over all data.
                     root_in = root_in.expand(shape.groups, -1, -1) / math.sqrt(self.la.n_data)
-                    inputs = _cotangent(root_in, like, full, shape.input_basis)
+                    inputs = Cotangent(root_in, like, full, shape.input_basis)
                 rule.factors[name] = KroneckerFactor(shape, inputs, outputs)
 
     def _weight_of_statistic(self) -> Tensor:
@@ -356,8 +338,7 @@ class _Passes:
         return self._image_bytes * ((1 if self.chain else GRAPH) * columns + 4)
 
     def add(self, gradients: DataFitGradient, x: Inputs, y: Tensor) -> None:
-        """Add the gradient of a batch's :meth:`value`, in parts whose graphs the memory budget has room for: of some data points, or, where
-        there is no room for one, of some of its copies at a time."""
+        """Add the gradient of a batch's :meth:`value`, of as many data points, or copies of one, at a time as the budget has room for."""
         count = data_points(x)
         if not count:
             return
@@ -405,10 +386,8 @@ class _Passes:
 
     def _of_single_points(self, x: Inputs, back: Tensor, keep: bool) -> dict[str, Tensor]:
         """The gradients that no layer's rule takes, in the graph if ``keep``."""
-        if self.per_example is None:
-            return {}
         with in_plain_products():
-            return self.per_example.gradients(x, back, keep)
+            return {} if self.per_example is None else self.per_example.gradients(x, back, keep)
 
     def _add_per_example(self, found: Mapping[str, Tensor]) -> None:
         for rule in [] if self.per_example is None else self.per_example.rules:
@@ -416,12 +395,9 @@ class _Passes:
                 self.terms.add_per_example(rule, name, found[rule.full_name(name)], data_too=True)
 
     def _by_chunks(self, gradients: DataFitGradient, chunks: Sequence[Chunk], y: Tensor) -> None:
-        """Add the gradient of :meth:`value`, of some copies at a time.
-
-        The value is a function of sums over copies: the averaged outputs, and what rules get of a layer's call. The sums come first, of one
-        chunk after the other, without a graph; then the value's derivatives in them; then each chunk's sums times these, in the chunk's
-        graph. Columns depend on the outputs of all chunks, so what comes of them goes back through every chunk once more.
-        """
+        """Add the gradient of :meth:`value`, a function of sums over copies: the averaged outputs, and what rules get of a layer's call. The
+        sums come first, of one chunk after the other, without a graph; then the value's derivatives in them; then each chunk's sums times
+        these, in the chunk's graph. Columns depend on all chunks' outputs, so what comes of them goes back through every chunk once more."""
         model = self.la.model
         with torch.no_grad():
             f = sum(share * model_outputs(model, x) for x, share in chunks)
@@ -450,11 +426,9 @@ class _Passes:
 
             def value(x: Inputs = x, share: float = share, leaf: Tensor = leaf) -> Tensor:
                 outputs, calls, alone = self._of_chunk(x, share, leaf, keep=True)
-                total = share * (outputs * of_outputs).sum()
-                for slope, part in zip(slopes, (*calls.tensors(), *alone.values()), strict=True):
-                    if slope is not None:
-                        total = total + (slope * part).sum()
-                return total
+                pairs = zip(slopes, (*calls.tensors(), *alone.values()), strict=True)
+                products = [(slope * part).sum() for slope, part in pairs if slope is not None]
+                return sum(products, share * (outputs * of_outputs).sum())
 
             (found,) = gradients.add(value, [leaf])
             of_columns += 0 if found is None else found
@@ -466,7 +440,7 @@ class _Passes:
     def _of_chunk(
         self, x: Inputs, share: float, back: Tensor, keep: bool
     ) -> tuple[Tensor, SummedCopies, dict[str, Tensor]]:
-        """Of some copies: the outputs, the rows of layers' calls over copies, and gradients of single data points, in the graph if ``keep``;
+        """The outputs of some copies, the rows of layers' calls over copies, and gradients of single data points, in the graph if ``keep``;
         all but the outputs count as their share in all copies says."""
         calls, run = SummedCopies(self.terms), self.run
         calls.chunk(share)
@@ -485,7 +459,7 @@ class _Passes:
         return self._weight * self.la.likelihood_function.statistic(outputs, y) - 0.5 * self.terms.taken()
 
     def _columns_of(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Of the output Hessian's square root, in the outputs' graph."""
+        """The output Hessian's square root, in the outputs' graph."""
         likelihood = self.la.likelihood_function
         with torch.no_grad():
             likelihood.check(outputs, y)
@@ -546,8 +520,7 @@ class _Passes:
                         (factor.output_moment, fitted.output_moment),
                     ):
                         if mine is not None and mine.basis is not None and mine.basis.learns():
-                            root = mine.before_projection
-                            terms.append(-0.5 * (theirs.projected() * (root @ root.mT)).sum())
+                            terms.append(-0.5 * (theirs.projected() * (mine.root @ mine.root.mT)).sum())
             found = torch.autograd.grad(torch.stack(terms).sum(), learnt, allow_unused=True) if terms else []
         return {id(b): g.double() for b, g in zip(learnt, found, strict=False) if g is not None}
 
@@ -557,17 +530,6 @@ def _evenly(count: int, most: int) -> Iterator[slice]:
     step = -(-count // -(-count // most))
     for begin in range(0, count, step):
         yield slice(begin, begin + step)
-
-
-def _cotangent(root: Tensor, like: Tensor, name: str, basis: SpatialBasis | None) -> Cotangent:
-    """The root of a factor's cotangent as that of its rows at all positions."""
-    rows = root
-    if basis is not None:
-        with torch.no_grad():
-            psi = basis.matrix().double()
-        parts = root.unflatten(1, (-1, psi.shape[0]))  # (G, d/A, A, r)
-        rows = torch.einsum("ax,gpar->gpxr", psi, parts).flatten(1, 2)
-    return Cotangent(rows, root, like, name, basis)
 
 
 def _require_served(rules: Sequence[Rule]) -> None:

@@ -75,12 +75,8 @@ def require_local(model: nn.Module) -> None:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name, in ``model.named_parameters()`` order; those of several names by the first.
-
-    Raises:
-        ValueError: there are none, or they are spread over devices.
-        TypeError: one is of a wrong dtype.
-    """
+    """Trainable parameters by name, in ``model.named_parameters()`` order; those of several names by the first. ValueError where there are
+    none, or they are spread over devices; TypeError where one is of a wrong dtype."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError("KronLaplace: the model has no trainable parameters; set requires_grad of some.")
@@ -139,12 +135,9 @@ def fingerprint_of(model: nn.Module, without: Collection[str] = ()) -> Tensor:
     for index, flat in floating:
         # Of the whole tensor at once: saved states hold the sum, whose rounding another order would change.
         parts.append(index * (flat.double() @ weights[flat.device][: flat.numel()]))
-    # Where all are on one device, none of the parts is waited for.
-    return (
-        torch.stack([part.to(parts[0].device) for part in parts]).sum()
-        if parts
-        else torch.zeros((), dtype=torch.float64, device="cpu")
-    )
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    return torch.stack([part.to(parts[0].device) for part in parts]).sum()  # on one device none is waited for
 
 
 def _as_looked_up(embedding: nn.Embedding | nn.EmbeddingBag) -> Tensor:
@@ -164,14 +157,12 @@ def buffer_sums(model: nn.Module) -> dict[str, Tensor | None]:
 
 def filled_since(model: nn.Module, before: Mapping[str, Tensor | None]) -> frozenset[str]:
     """The buffers that are others than they were when their sums were these: tables and masks that a forward makes."""
-    found = set()
-    for name, total in buffer_sums(model).items():
-        was = before.get(name)
-        if name not in before or (
-            total is not None and not (was is not None and torch.equal(total, was.to(total.device)))
-        ):
-            found.add(name)
-    return frozenset(found)
+
+    def same(total: Tensor | None, was: Tensor | None) -> bool:
+        return total is None or (was is not None and torch.equal(total, was.to(total.device)))
+
+    now = buffer_sums(model).items()
+    return frozenset(name for name, total in now if name not in before or not same(total, before[name]))
 
 
 def uneven_sum(tensor: Tensor) -> Tensor:
@@ -185,9 +176,7 @@ def _uneven(count: int, device: torch.device) -> Tensor:
 
 
 class FittedBases:
-    """The bases of a model's sparsified layers as they were: log determinants at others would be of another network than the data
-    fit's.
-    """
+    """The bases of a model's sparsified layers as they were: log determinants at others would be of another network than the data fit's."""
 
     def __init__(self, model: nn.Module) -> None:
         self.found = {n: (m, m.versions()) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}

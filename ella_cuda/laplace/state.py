@@ -46,9 +46,7 @@ def _with_owners(rules: Sequence[Rule]) -> dict[str, tuple[KroneckerFactor, str]
 
 
 def save_factors(rules: Sequence[Rule]) -> dict[str, dict[str, Any]]:
-    """Parameter name -> raw sums and row counts; ``outputs_of`` names the parameter whose output side it shares, "" if
-    its own.
-    """
+    """Parameter name -> raw sums and row counts; ``outputs_of`` names the parameter whose output side it shares, "" if its own."""
     saved = {}
     for name, (factor, owner) in _with_owners(rules).items():
         inputs, outputs = factor.input_moment, factor.output_moment
@@ -63,12 +61,8 @@ def save_factors(rules: Sequence[Rule]) -> dict[str, dict[str, Any]]:
 
 
 def load_factors(rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], exactly: bool) -> None:
-    """Allocate the factors of these rules with the sums that :func:`save_factors` saved; they are copies. ``exactly``: see
-    :func:`require_moment`.
-
-    Raises:
-        ValueError: an entry is missing, unknown or does not fit the rules' shapes, or its values are no sum of outer products.
-    """
+    """Allocate the factors of these rules with copies of the sums that :func:`save_factors` saved; ValueError where an entry is missing,
+    unknown or does not fit, or is no sum of outer products, see :func:`require_moment`."""
     for rule in rules:
         rule.allocate()
     entries = saved if isinstance(saved, Mapping) else {}

@@ -122,11 +122,8 @@ class Layer(Link):
 
 
 def _phases(module: nn.Conv2d, size: Sequence[int], g: Tensor) -> tuple[int, int]:
-    """Of gradients in a convolution's input, planes of that size: how many rows and columns beside each other are channels of their own.
-
-    OneDNN computes channels by whole vectors, zeros where there are fewer. Positions beside each other as channels fill the vectors, but
-    the kernel must then reach all of them, with zeros in it.
-    """
+    """How many rows and columns of planes of that size, of gradients in a convolution's input, are channels of their own. OneDNN computes
+    channels by whole vectors: positions as channels fill these, but the kernel must then reach all of them, with zeros in it."""
     lanes = LANES.get(torch.backends.cpu.get_cpu_capability())
     if not g.is_cpu or g.dtype != torch.float32 or module.dilation != (1, 1) or lanes is None:
         return 1, 1
@@ -168,9 +165,7 @@ class Reshaped(Link):
 
 class Pooled(Link):
     """Largest values of windows of planes, the last two axes, as they are or of a function of every entry, whose derivatives then count
-    where these are.
-
-    """
+    where these are."""
 
     def __init__(self, module: nn.MaxPool2d, x: Tensor, function: nn.Module | None = None) -> None:
         self.module, self.shape = module, x.shape
@@ -297,11 +292,8 @@ class Elementwise(Link):
 
 
 class Seen(NamedTuple):
-    """What F is a function of.
-
-    Attributes:
-        inputs: of each layer the mean over copies, ``(N, ...)``. gradients: at its output the sum over copies, ``(K, N, ...)``.
-    """
+    """The arguments of F: of each layer the inputs' mean over copies, ``(N, ...)``, and the sum over copies of gradients at its output,
+    ``(K, N, ...)``."""
 
     inputs: list[Tensor]
     gradients: list[Tensor]
@@ -312,14 +304,7 @@ Derivatives = Callable[[Seen, Tensor], tuple[Seen, Tensor]]
 
 
 class Chain:
-    """A network of modules one after the other.
-
-    Args:
-        modules: as :func:`chain_of` gives them.
-
-    Attributes:
-        layers: those with parameters, in order.
-    """
+    """A network of modules one after the other, as :func:`chain_of` gives them; ``layers`` are those with parameters, in order."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.layers = [m for m in modules if isinstance(m, LAYERS)]
@@ -334,11 +319,9 @@ class Chain:
     def gradient(
         self, chunks: Sequence[Callable[[], Tensor]], columns_of: ColumnsOf, derivatives: Derivatives
     ) -> Iterator[Tensor]:
-        """The gradient of F in the copies ``(N, s, ...)`` of each chunk, one after the other.
-
-        Of one chunk there is one pass through the network. Of several, each pass goes over all chunks, and begins with each chunk's inputs:
-        for the averages, for the sums of gradients, for tangents at the outputs, and for the gradients in copies. What is kept from one
-        chunk to the next has no copies.
+        """The gradient of F in the copies ``(N, s, ...)`` of each chunk, one after another. One chunk goes through the network once. Several
+        do so for the averages, for the sums of gradients, for tangents at the outputs, and for the gradients in copies; what is kept from one
+        to the next has no copies.
 
         Args:
             chunks: each makes some of the copies of N data points, the same ones in every call.
@@ -376,12 +359,7 @@ class Chain:
 
 
 class Way:
-    """Some copies' way through a chain and back.
-
-    Args:
-        parts: of the chain.
-        copies: ``(N, s, ...)``.
-    """
+    """The way of some copies ``(N, s, ...)`` through a chain and back."""
 
     def __init__(self, parts: Sequence[Sequence[nn.Module]], copies: Tensor) -> None:
         self.copies, self._links, self._sums, x = copies.shape[1], [], [], copies

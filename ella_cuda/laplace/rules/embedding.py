@@ -13,13 +13,9 @@ from ella_cuda.laplace.rules.base import Rule, register
 
 
 class Weights(NamedTuple):
-    """Weights of a table's output rows ``(R, T, 1, d)`` at the positions of N data points.
-
-    Attributes:
-        mean: ``(N, T)``: squared, those of the mean of outer products over the positions that are no padding.
-        sum: ``(N, T)``, those of the sum over these.
-        each: ``(N, L)``, those of every look-up; T is L, or 1 where the rows of all look-ups are the same.
-    """
+    """Weights of a table's output rows ``(R, T, 1, d)`` at the positions of N data points: ``mean`` ``(N, T)``, squared those of the mean of
+    outer products over the positions that are no padding; ``sum`` ``(N, T)``, those of the sum over these; ``each`` ``(N, L)``, those of
+    every look-up. T is L, or 1 where the rows of all look-ups are the same."""
 
     mean: Tensor
     sum: Tensor
@@ -27,12 +23,7 @@ class Weights(NamedTuple):
 
 
 class LookedUp(Dense):
-    """Output rows of a table, of which padding has none.
-
-    Args:
-        values: ``(K N, T, 1, d)``.
-        weights: of the positions.
-    """
+    """Output rows ``(K N, T, 1, d)`` of a table, with weights of the positions: padding has none."""
 
     def __init__(self, values: Tensor, weights: Weights) -> None:
         super().__init__(values)
@@ -60,10 +51,9 @@ class LookedUp(Dense):
 class EmbeddingRule(Rule):
     """:class:`torch.nn.Embedding` on ``(N, ...)`` indices, with T shared positions.
 
-    ``weight``: A = mean over data of the sum over positions of the one-hot vectors' outer products, which is diagonal and stored so: one
-    block of size 1 for every row of the table, how often data points look it up. B = sum over data, mean over a data point's positions of
-    g gᵀ, shared by all blocks. Block index (row of the table, 1, entry of the row). Positions of ``padding_idx`` count for neither side, so
-    that it does not matter how far a batch is padded.
+    ``weight``: A = mean over data of the sum over positions of the one-hot vectors' outer products, a diagonal: one block of size 1 for every
+    row of the table, how often data points look it up. B = sum over data, mean over a data point's positions of g gᵀ, shared by all blocks.
+    Block index (row of the table, 1, entry of the row). Positions of ``padding_idx`` count for neither side.
 
     With "reduce" A is the diagonal of the mean over data of m mᵀ, m the mean of a data point's one-hot vectors: what is between two rows of
     the table would take the square of its rows. B = sum over data of s sᵀ with s the sum of g over positions.

@@ -16,8 +16,8 @@ from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
 from ella_cuda.nn._autocast import full
 
-# The largest dz in bytes that exists at a time on the CPU, and the smallest number of rows of g in a chunk: the C library maps larger
-# memory anew every time, and its pages cost more than all products do.
+# The largest dz in bytes that exists at a time on the CPU, for the C library maps larger memory anew every time, whose pages cost more than
+# all products do; and the smallest number of rows of g in a chunk.
 MAX_INTERMEDIATE, MIN_ROWS = 32 << 20, 64
 
 
@@ -92,13 +92,7 @@ class FactoredLinear2dRule(Rule):
 
 
 class Intermediate(Rows):
-    """Rows z ``(N, 1, D, C)`` between the two maps of an F-FC layer.
-
-    Args:
-        values: x ``(N, C, X)``.
-        weight: U ``(D, C, X)``.
-        bias: ``(D,)``, or None.
-    """
+    """Rows z ``(N, 1, D, C)`` between the two maps of an F-FC layer, of x ``(N, C, X)``, U ``(D, C, X)`` and a bias ``(D,)``, or none."""
 
     def __init__(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(values)
@@ -146,12 +140,7 @@ class Intermediate(Rows):
 
 
 class IntermediateGradients(Rows):
-    """Rows dz ``(K N, 1, C, D)``, gradients between the two maps of an F-FC layer.
-
-    Args:
-        values: g ``(K N, D, Y)``.
-        weight: V ``(D, C, Y)``.
-    """
+    """Rows dz ``(K N, 1, C, D)``, gradients between the two maps of an F-FC layer, of g ``(K N, D, Y)`` and V ``(D, C, Y)``."""
 
     def __init__(self, values: Tensor, weight: Tensor) -> None:
         super().__init__(values)
@@ -170,8 +159,7 @@ class IntermediateGradients(Rows):
 
     def _gram_of_one_position(self, moment: SecondMoment, alpha: float) -> None:
         """Where Y = 1, without dz[n,d,c] = g[n,d] V[d,c]: the sum over n of dz[n,d,c] dz[n,e,c] is that of g[n,d] g[n,e], times
-        V[d,c] V[e,c]. No sum of these cancels.
-        """
+        V[d,c] V[e,c]. No sum of these cancels."""
         g, v = self.values[:, :, 0], self.weight[:, :, 0]  # (KN, D), (D, C)
         apart = moment.total.shape[0] > 1 or v.shape[1] == 1
         weights = v.t()[:, :, None] * v.t()[:, None, :] if apart else (v @ v.t())[None] / v.shape[1]

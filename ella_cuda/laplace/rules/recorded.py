@@ -96,13 +96,8 @@ def _said(kind: type, method: str) -> Callable[..., Any]:
 
 
 class Recorder:
-    """A moment's place while what a method adds is recorded.
-
-    Attributes:
-        total: the moment's, whose shape methods read. dtype, name: its own.
-        pieces: rows, each with its weight.
-        counted: rows beside theirs.
-    """
+    """A moment's place while what a method adds is recorded: ``pieces``, rows with their weights, and ``counted`` rows beside these.
+    ``total`` is the moment's, whose shape methods read."""
 
     def __init__(self, moment: Any) -> None:
         self.total, self.dtype, self.name = moment.total, moment.dtype, moment.name
@@ -136,12 +131,7 @@ class Recorder:
 
 
 class Recorded(Rows):
-    """Rows as a method added them: means and sums over positions and copies are the method's own.
-
-    Args:
-        recorder: has them.
-        rule: the rule, for messages and for the number of positions.
-    """
+    """Rows as a method of a rule added them: means and sums over positions and copies are the method's own."""
 
     def __init__(self, recorder: Recorder, rule: Any) -> None:
         super().__init__(torch.empty(0))

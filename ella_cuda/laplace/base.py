@@ -74,15 +74,6 @@ from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import without_autocast
 
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-6}  # residual of a linear mode, unless told
-# Entries that states of older versions lack.
-LACKING = {
-    "prior_mean": torch.zeros((), dtype=torch.float64, device="cpu"),
-    "temperature": 1.0,
-    "linear_mode": None,
-    "draws": None,
-    "filled_buffers": [],
-    "subset_of_weights": "all",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -758,8 +749,7 @@ class BaseLaplace(Predictive):
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
-        given, own = state, self._state()
-        state = {**{key: value for key, value in LACKING.items() if key in own}, **given}
+        own = self._state()
         if missing := sorted(own.keys() - state.keys()):
             raise ValueError(
                 f"load_state_dict: entries missing from the state of a {type(self).__name__}: {', '.join(missing)}; pass one of that class."
@@ -782,10 +772,10 @@ class BaseLaplace(Predictive):
         draws, filled = checked_draws(self.model, state["draws"]), state["filled_buffers"]
         if not isinstance(filled, list) or not all(isinstance(name, str) for name in filled):
             raise ValueError(f"load_state_dict: filled_buffers must be a list of names, got {filled!r}.")
-        take_curvature = self._read(state, counts["n_data"], exactly=CHECKSUM not in given)
-        if CHECKSUM in given:
+        take_curvature = self._read(state, counts["n_data"], exactly=CHECKSUM not in state)
+        if CHECKSUM in state:
             what = "the state was changed since state_dict gave it, or is damaged; load it as it was saved"
-            require_checksum(given, "load_state_dict", what)
+            require_checksum(state, "load_state_dict", what)
         self._forget()
         self._prior_precision, self._sigma_noise, self._prior_mean = precision.clone(), sigma.clone(), mean
         self._temperature, self.linear_fit = temperature, None if linear is None else linear.on(self._device)

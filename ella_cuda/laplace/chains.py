@@ -173,15 +173,13 @@ class Pooled(Link):
         whole = None if function is None or rises else Elementwise(function, x)
         self.out, places = _largest(module, x if whole is None else whole.out)
         self._whole_places, self._places = places, places.flatten(-2)
-        there = Elementwise(function, self.out) if rises else whole
-        self.curved = there is not None and there.curved
         self._first = self._second = None
-        if there is not None:
-            self._first = there.first if rises else self._there(there.first[None])[0]
-        if self.curved:
-            self._second = there.second if rises else self._there(there.second[None])[0]
         if rises:
-            self.out = there.out
+            there = Elementwise(function, self.out)
+            self.out, self.curved, self._first, self._second = there.out, there.curved, there.first, there.second
+        elif whole is not None:
+            self.curved, self._first = whole.curved, self._there(whole.first[None])[0]
+            self._second = self._there(whole.second[None])[0] if whole.curved else None
 
     def _there(self, values: Tensor) -> Tensor:
         """``(K, N, S or 1, ...)`` where the largest values are."""
@@ -190,10 +188,7 @@ class Pooled(Link):
         return flat.gather(-1, places).view(len(values), *self.out.shape)
 
     def along(self, t: Tensor) -> Tensor:
-        return self.along_there(self._there(t))
-
-    def along_there(self, there: Tensor) -> Tensor:
-        """:meth:`along`, of tangents at the largest values, which are changed."""
+        there = self._there(t)
         return there if self._first is None else there.mul_(self._first)
 
     def back(self, g: Tensor) -> Tensor:
@@ -202,10 +197,7 @@ class Pooled(Link):
     def back_summed(self, g: Tensor) -> Tensor:
         if not g.is_cpu:  # where values that meet would be added in any order
             return super().back_summed(g)
-        return self._summed(g if self._first is None else g * self._first)
-
-    def _summed(self, g: Tensor) -> Tensor:
-        """Gradients at the largest values, in the planes of all data points' copies together."""
+        g = g if self._first is None else g * self._first
         n, size, channels = self.shape[0], self.shape[-2:].numel(), self.shape[2:-2]
         planes = torch.arange(n * channels.numel(), device=g.device).view(n, 1, *channels, 1) * size
         places = (self._places + planes).flatten()  # in the planes of all data points
@@ -214,10 +206,7 @@ class Pooled(Link):
         return found.view(-1, n, *self.shape[2:])
 
     def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return self.bent_there(self._there(t), g)
-
-    def bent_there(self, there: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`bent`, of tangents at the largest values, which are changed."""
+        there = self._there(t)
         return self._spread((_over_columns(there, g) * self._second)[None])[0], there.mul_(self._first)
 
     def _spread(self, values: Tensor) -> Tensor:
@@ -265,7 +254,7 @@ class Elementwise(Link):
     """A function of every entry, with its two derivatives."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
-        self.curved = not isinstance(module, nn.ReLU)
+        self.curved, self.second = not isinstance(module, nn.ReLU), None
         if isinstance(module, nn.Tanh):
             self.out = x.tanh()
             self.first = 1 - self.out * self.out

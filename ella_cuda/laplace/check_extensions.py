@@ -43,27 +43,19 @@ COLUMNS_BYTES = 16 << 20
 STEP, NOISE = 1e-5, 1e-8  # of differences of gradients, relative: torch lacks second derivatives of some functions
 
 
-def is_own(kind: type) -> bool:
-    """Whether a class is the package's."""
-    return kind.__module__.partition(".")[0] == "ella_cuda"
-
-
-def owner_of(kind: type, method: str) -> type:
-    """The class that defines the method."""
-    return next(c for c in kind.__mro__ if method in vars(c))
+def is_own(kind: type, method: str | None = None) -> bool:
+    """Whether a class, or the one that defines its method, is the package's."""
+    owner = kind if method is None else next(c for c in kind.__mro__ if method in vars(c))
+    return owner.__module__.partition(".")[0] == "ella_cuda"
 
 
 def check_rules(model: nn.Module, rules: Sequence[Rule], x: Inputs, places: Mapping[Rule, Sequence[Place]]) -> None:
-    """Compare the rules that are not the package's with autograd, at their layers' first calls.
+    """Compare the rules that are not the package's with autograd, at their layers' first calls; ValueError, with the class and the method,
+    where one contradicts autograd, or changes what it gets.
 
     Args:
         model: in evaluation mode, without hooks of a fit.
-        rules: of its layers.
-        x: a batch of at least one data point.
-        places: of the images in the layers' calls.
-
-    Raises:
-        ValueError: a rule contradicts autograd, or changes what it gets; names the class and the method.
+        x: a batch of at least one data point. places: of these in the layers' calls.
     """
     foreign = {r.module: r for r in rules if r in places and not is_own(type(r)) and r.trainable}
     foreign = {module: rule for module, rule in foreign.items() if not rule.inner_modules()}
@@ -93,16 +85,8 @@ def check_rules(model: nn.Module, rules: Sequence[Rule], x: Inputs, places: Mapp
 
 
 def check_likelihood(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> None:
-    """Compare a likelihood that is not the package's with what :class:`Likelihood` says of its methods.
-
-    Args:
-        likelihood: that has checked these data points.
-        outputs: of a few data points, ``(N, ...)``.
-        targets: of them.
-
-    Raises:
-        ValueError: a method contradicts ``log_prob``, or changes what it gets; names the class and the method.
-    """
+    """Compare a likelihood that is not the package's with what :class:`Likelihood` says of its methods, at outputs ``(N, ...)`` and targets
+    of a few data points; ValueError, with the class and the method, where one contradicts ``log_prob``, or changes what it gets."""
     if not is_own(type(likelihood)) and len(outputs) and outputs.isfinite().all():
         _LikelihoodCheck(likelihood, outputs.detach(), targets).run()
 
@@ -146,7 +130,7 @@ class _RuleCheck(_Check):
         self.rule, self.arguments, self.out = rule, arguments, out
         self.names, self.shapes = list(rule.trainable), rule.shapes()
         self.generator = torch.Generator("cpu").manual_seed(0)
-        self.of_rows = not adds(type(rule)) and is_own(owner_of(type(rule), "jacobians"))
+        self.of_rows = not adds(type(rule)) and is_own(type(rule), "jacobians")
 
     def run(self) -> None:
         count = len(self.out)
@@ -158,10 +142,8 @@ class _RuleCheck(_Check):
         for side, rows in together.items() if None not in singles else ():
             for name, whole in rows.items():
                 alone = [single[side][name] for single in singles if name in single[side]]
-                words = (
-                    f"the rows that it adds for {name!r} of {count} data points are not those of each data point alone"
-                )
                 if len(alone) == count:
+                    words = f"the rows that it adds for {name!r} of {count} data points are not those of each one alone"
                     self._compare_sums(f"{side}s", whole, alone, words)
         for name, rows in together["output"].items():
             shape = self.shapes[name]
@@ -239,7 +221,7 @@ class _RuleCheck(_Check):
         if pulled is not None and arguments[0].is_floating_point():
             expected = self._pulled(arguments, gradient)
             self.compare("vjp", pulled, expected, "it does not return the gradient at the input")
-        if self.of_rows or not is_own(owner_of(type(rule), "jacobians")):
+        if self.of_rows or not is_own(type(rule), "jacobians"):
             method = "inputs and outputs" if self.of_rows else "jacobians"
             found = self.unchanged(method, rule.jacobians, arguments, gradient)
             exact = self._exact(arguments, gradient)
@@ -315,11 +297,9 @@ class _LikelihoodCheck(_Check):
         self.compare("log_prob", total, sum(singles), "its sum over data points is not that of each data point alone")
         slope = self._slope(self.f)
         self._check_hessian(slope)
-        if not is_own(owner_of(self.kind, "loss")):
+        if not is_own(self.kind, "loss"):
             self._check_loss(slope)
-        if self.likelihood.has_noise or not all(
-            is_own(owner_of(self.kind, m)) for m in ("statistic", "log_likelihood")
-        ):
+        if self.likelihood.has_noise or not all(is_own(self.kind, m) for m in ("statistic", "log_likelihood")):
             self._check_log_likelihood(total, singles)
 
     def _slope(self, f: Tensor) -> Tensor:
@@ -338,7 +318,7 @@ class _LikelihoodCheck(_Check):
         """Compare some entries with the Hessian of ``-log_prob``, data points being independent."""
         entries = torch.arange(min(self.f[0].numel(), ENTRIES), device=self.f.device)
         independent, method = isinstance(self.likelihood, IndependentLikelihood), "columns"
-        if independent and owner_of(self.kind, "columns") is IndependentLikelihood:
+        if independent and self.kind.columns is IndependentLikelihood.columns:
             method, second = "second_derivative", self._called("second_derivative", self.f, self.wide)
             if second.shape != self.f.shape:
                 raise self.error(

@@ -18,7 +18,6 @@ from ella_cuda.laplace.batches import pair_of, require_loader, tensors_of
 from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.evidence import DataFitGradient
 from ella_cuda.laplace.parameters import uneven_sum
-from ella_cuda.laplace.state import separate_outputs
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule
@@ -94,7 +93,8 @@ def accumulate_together(
         after = ranks.agree(error, **facts)
         require_one_plan(ranks, [one["plan"] for one in after])
         _require_counted_once(ranks, [one["loader"] for one in headers], after)
-        separate_outputs(la._rules, {name for header in after for name in header["apart"]})
+        for rule in la._rules:
+            rule.separate_outputs({name for header in after for name in header["apart"]})
         ranks.require_same([one["layout"] for one in after], "factors", "Give all ranks the same model and settings.")
         calls = [sum(numbers) for numbers in zip(*(one["calls"] for one in after), strict=True)]
         sums.calls = dict(zip(sums.calls, calls, strict=True))

@@ -63,11 +63,11 @@ def save_factors(rules: Sequence[Rule]) -> dict[str, dict[str, Any]]:
 def load_factors(rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], exactly: bool) -> None:
     """Allocate the factors of these rules with copies of the sums that :func:`save_factors` saved; ValueError where an entry is missing,
     unknown or does not fit, or is no sum of outer products, see :func:`require_moment`."""
-    for rule in rules:
-        rule.allocate()
     entries = saved if isinstance(saved, Mapping) else {}
     own = {name for name, entry in entries.items() if isinstance(entry, Mapping) and entry.get("outputs_of") == ""}
-    separate_outputs(rules, own)
+    for rule in rules:
+        rule.allocate()
+        rule.separate_outputs(own)
     factors = _with_owners(rules)
     _require_keys("factors", saved, factors)
     for name, (factor, owner) in factors.items():
@@ -94,16 +94,6 @@ def _require_keys(where: str, value: Any, expected: Collection[str]) -> None:
         raise ValueError(
             f"load_state_dict: {where} must have the entries {', '.join(map(repr, expected))}; missing or unknown: {', '.join(wrong)}."
         )
-
-
-def separate_outputs(rules: Sequence[Rule], names: Collection[str]) -> None:
-    """Give the factors of these parameters output sides of their own, which begin with what is summed so far: sums of data without shared
-    positions are both sides'."""
-    for rule in rules:
-        for parameter, owner in rule.output_owners().items():
-            factor, name = rule.factors[parameter], rule.full_name(parameter)
-            if name in names and factor.output_moment is rule.factors[owner].output_moment:
-                factor.output_moment = factor.output_moment.clone(f"{name} (output side)")
 
 
 def require_moment(name: str, total: torch.Tensor, exactly: bool) -> None:

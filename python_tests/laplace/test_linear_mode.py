@@ -818,9 +818,6 @@ def test_states_and_copies_have_the_mode(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="pass train_loader"):
             other.optimize_prior_precision(at="linear")
         other.optimize_prior_precision(at="linear", train_loader=loader)
-    older = {key: value for key, value in state.items() if key not in ("linear_mode", "checksum")}
-    loaded.load_state_dict(older)
-    assert loaded.linear_mode is None
     for wrong in (
         3,
         {"theta": drawn(2)},

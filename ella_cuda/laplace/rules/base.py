@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -185,12 +185,13 @@ class Rule(AddsToMoments, ABC):
         """Parameters whose output side is another one's: name -> that one's name. Both trainable."""
         return {}
 
-    def separate_outputs(self) -> None:
-        """Give every parameter an output side of its own, which starts at what the shared one is."""
-        for parameter, owner in self.shares_outputs().items():
-            factor = self.factors[parameter]
-            if factor.output_moment is self.factors[owner].output_moment:
-                factor.output_moment = factor.output_moment.clone(f"{self.full_name(parameter)} (output side)")
+    def separate_outputs(self, names: Collection[str] | None = None) -> None:
+        """Give parameters, all or those of these names in the model, output sides of their own, which start at what the shared one is."""
+        for parameter, owner in self.output_owners().items():
+            factor, name = self.factors[parameter], self.full_name(parameter)
+            shared = factor.output_moment is self.factors[owner].output_moment
+            if shared and (names is None or name in names):
+                factor.output_moment = factor.output_moment.clone(f"{name} (output side)")
 
     def allocate(self, moment_class: type[SecondMoment] = SecondMoment) -> None:
         """Start from zero factors; MemoryError, with the layer and their bytes, where there is no room for them."""

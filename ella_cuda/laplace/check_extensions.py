@@ -2,8 +2,8 @@
 
 A rule's gradients at the input and Jacobians of single data points are autograd's. Jacobians are made of rows, unless the class has
 ``jacobians`` of its own or adds to moments. Of those, blocks without an input side are exact, and the rows of some data points are those of
-each alone. Of a gradient that is zero but at one output, one position's rows make the parameter's gradient: where rows are parallel to it,
-their size must be its. What is no such product, as an approximation of a user's own, is believed.
+each alone. Where products of the two sides' rows are parallel to gradients, their size must be theirs; others are believed, as
+approximations of a user's own.
 
 A likelihood's methods are compared with derivatives of its ``log_prob``.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ella_cuda.laplace.rules.base import Rule
 
 POINTS = 3  # data points of a likelihood
-RULE_POINTS, PROBES = 5, 3  # data points of a rule, and outputs whose gradients are tried one by one
+RULE_POINTS = 5  # data points of a rule
 TOLERANCE = 1e-3  # relative
 PARALLEL = 1 - 1e-6
 ENTRIES = 64  # of a data point's outputs that have their Hessian compared
@@ -151,8 +151,11 @@ class _RuleCheck(_Check):
                 its = exact[name].flatten(0, 1).flatten(1).double()[:, None]  # (K N, 1, b)
                 words = f"the outer products of the rows that it adds for {name!r} are not those of its gradients, the block being exact"
                 self._compare_sums("outputs", rows, [its], words)
-        for i in range(PROBES):
-            self._probe(i % count)
+        for name, rows in together["input"].items():
+            shape = self.shapes[name]
+            plain = shape.groups == shape.output_groups and shape.input_basis is None and shape.output_basis is None
+            if plain and name in together["output"]:
+                self._compare_size(name, rows, together["output"][name], exact[name].double())
 
     def _compare_sums(self, method: str, rows: Tensor, others: Sequence[Tensor], words: str) -> None:
         """Compare sums of outer products of rows ``(R, G, d)`` by their products with random vectors."""
@@ -162,40 +165,22 @@ class _RuleCheck(_Check):
         )
         self.compare(method, found, sum(expected), words)
 
-    def _probe(self, n: int) -> None:
-        """Compare the gradient at one output of a data point."""
-        unit = torch.zeros_like(self.out[n : n + 1])[None]
-        unit.view(-1)[int(torch.randint(unit.numel(), (), generator=self.generator, device="cpu"))] = 1
-        only = self._only(n)
-        found, exact = self._shown(only, unit), self._exact(only, unit)
-        if found is None or exact is None:
+    def _compare_size(self, name: str, inputs: Tensor, outputs: Tensor, exact: Tensor) -> None:
+        """Compare the size of products of rows ``(N T, G, a)`` and ``(K N T, G, b)`` with gradients ``(K, N, G, a, b)``, where these are
+        parallel; B is the mean over positions."""
+        columns, n = exact.shape[:2]
+        positions = len(inputs) // n
+        if len(inputs) % n or len(outputs) != columns * len(inputs) or not exact.any():
             return
-        for name in self.names:
-            shape = self.shapes[name]
-            plain = not shape.constant_input and shape.input_basis is None and shape.output_basis is None
-            if plain and name in found["input"] and name in found["output"]:
-                self._compare_position(
-                    name, only, found["input"][name], found["output"][name], exact[name][0, 0].double()
-                )
-
-    def _compare_position(self, name: str, only: list[Any], inputs: Tensor, outputs: Tensor, m: Tensor) -> None:
-        """Compare rows ``(R, G, a)`` and ``(S, G, b)`` with a gradient ``(G, a, b)``, where one position has one."""
-        shape, there = self.shapes[name], outputs.flatten(1).any(1)
-        in_groups = inputs.shape[1] == outputs.shape[1] == shape.groups == shape.output_groups
-        if not in_groups or int(there.sum()) != 1 or not m.any():
-            return
-        row = outputs[there][0] * len(outputs) ** 0.5  # B is the mean over positions
-        inner = torch.einsum("rga,gab,gb->r", inputs, m, row).abs()
-        sizes = torch.einsum("rg,g->r", inputs.square().sum(2), row.square().sum(1)).sqrt()
-        norm = m.norm()
-        ratios = (sizes / norm)[(inner >= PARALLEL * sizes * norm) & (sizes > 0)]
-        words = f"for {name!r}, the product of a position's input row and output row"
-        ratio = ratios[(ratios - 1).abs().argmin()].item() if len(ratios) else 1.0
-        if abs(ratio - 1) > TOLERANCE:
+        a, g = inputs.unflatten(0, (n, positions)), outputs.unflatten(0, (columns, n, positions))
+        found = torch.einsum("ntgi,kntgj->kngij", a, g) * positions**0.5
+        inner, norm = (found * exact).sum(), exact.norm()
+        ratio = (inner / norm.square()).item()
+        if inner.abs() >= PARALLEL * found.norm() * norm and abs(ratio - 1) > TOLERANCE:
             raise self.error(
                 "inputs and outputs",
-                f"{words} is {ratio:.4g} times the parameter's gradient, expected 1: a weight of the rows is wrong. A is the sum of "
-                "the outer products over positions, B their mean",
+                f"for {name!r}, the products of positions' input rows and output rows are {ratio:.4g} times the parameter's gradients, "
+                "expected 1: a weight of the rows is wrong. A is the sum of the outer products over positions, B their mean",
             )
 
     def _shown(self, arguments: list[Any], gradient: Tensor) -> dict[str, dict[str, Tensor]] | None:

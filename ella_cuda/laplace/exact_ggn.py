@@ -21,7 +21,7 @@ from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.parameters import check_choice, checked_names, is_inside, trainable
 from ella_cuda.laplace.posterior import Contraction, Posterior
-from ella_cuda.laplace.state import checked_tensor, require_moment
+from ella_cuda.laplace.state import checked_tensor
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import without_autocast
@@ -439,17 +439,14 @@ class UnfactoredLaplace(BaseLaplace):
         indices = None if self.subnetwork_indices is None else self.subnetwork_indices.clone()
         return {"subnetwork_indices": indices, "curvature": self._curvature.total.clone() if self.n_data else None}
 
-    def _read(self, state: Mapping[str, Any], n_data: int, exactly: bool) -> Callable[[], None]:
+    def _read(self, state: Mapping[str, Any], n_data: int) -> Callable[[], None]:
         given, here = state["subnetwork_indices"], self.subnetwork_indices
-        same = here is None if given is None else isinstance(given, Tensor) and here is not None
-        if not same or (given is not None and not torch.equal(given.cpu(), here.cpu())):
+        if (given is None) != (here is None) or (given is not None and not torch.equal(given.cpu(), here.cpu())):
             raise ValueError("load_state_dict: subnetwork_indices of the state are others than here.")
         curvature = None
         if n_data:
             curvature = self._no_curvature()
-            given = checked_tensor("curvature", state["curvature"], curvature.total.shape)
-            require_moment("curvature", given if given.dim() == 2 else given[:, None, None], exactly)
-            curvature.total.copy_(given)
+            curvature.total.copy_(checked_tensor("curvature", state["curvature"], curvature.total.shape))
 
         def take() -> None:
             self._lay_out()

@@ -370,20 +370,17 @@ class KronLaplace(BaseLaplace):
             "factors": save_factors(self._rules) if self.n_data else {},
         }
 
-    def _read(self, state: Mapping[str, Any], n_data: int, exactly: bool) -> Callable[[], None]:
+    def _read(self, state: Mapping[str, Any], n_data: int) -> Callable[[], None]:
         gradients, buffers = state["statistic_gradients"], dict(self.model.named_buffers())
-        if not isinstance(gradients, Mapping) or not gradients.keys() <= buffers.keys():
-            got = ", ".join(map(repr, gradients)) if isinstance(gradients, Mapping) else type(gradients).__name__
-            raise ValueError(
-                f"load_state_dict: statistic_gradients must be a mapping whose keys are buffers of the model, got {got}."
-            )
+        if wrong := [name for name in gradients if name not in buffers]:
+            raise ValueError(f"load_state_dict: statistic_gradients of no buffers of the model: {', '.join(wrong)}.")
         gradients = {
             name: checked_tensor(f"statistic_gradients[{name!r}]", g, buffers[name].shape).to(self._device, copy=True)
             for name, g in gradients.items()
         }
         rules = self.fitted_model.present_rules()
         if n_data:
-            load_factors(rules, state["factors"], exactly)
+            load_factors(rules, state["factors"])
 
         def take() -> None:
             self.statistic_gradients, self._rules = gradients, rules

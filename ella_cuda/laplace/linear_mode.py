@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors
 from ella_cuda.laplace.evidence import Evidence, data_weight, effective_by_tensor, square_distances
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import Value, check_choice, fingerprint_of, positive_number, rounding_of, uneven_sum
-from ella_cuda.laplace.state import checked_tensor, require_checksum, with_checksum
-from ella_cuda.laplace.tangent_model import FORMS, TangentModel
+from ella_cuda.laplace.state import require_checksum, with_checksum
+from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, fixed_points, mean_log_precisions, put, sums_by_group
 from ella_cuda.nn._sizes import as_count
 
@@ -69,18 +69,6 @@ class LinearMode(NamedTuple):
         """A copy on the device."""
         tensors = {key: v.to(device, copy=True) for key, v in self._asdict().items() if isinstance(v, Tensor)}
         return self._replace(**tensors)
-
-    @classmethod
-    def of_state(cls, state: Any, n_params: int, n_tensors: int) -> LinearMode | None:
-        """The mode of a state, if it has one; ValueError where an entry is missing or does not fit."""
-        if state is None:
-            return None
-        if not isinstance(state, Mapping) or state.keys() != set(cls._fields):
-            raise ValueError(f"load_state_dict: linear_mode must be None or have the entries {', '.join(cls._fields)}.")
-        shapes = {"theta": (n_params,), "statistic": (), "square_norms": (n_tensors,)}
-        tensors = {key: checked_tensor(f"linear_mode: {key}", state[key], shape) for key, shape in shapes.items()}
-        check_choice("load_state_dict: linear_mode: form", state["form"], FORMS)
-        return cls(**{**state, **tensors})
 
 
 class _Loss:

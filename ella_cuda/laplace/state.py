@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule
 
 CHECKSUM = "checksum"  # of a state's other entries
-ENTRIES = ("inputs", "input_rows", "outputs", "output_rows", "outputs_of")  # of a factor
-ROUNDING = 1e-6  # of a sum's trace: products of float32 rows are summed in float32
 
 
 def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,78 +58,25 @@ def save_factors(rules: Sequence[Rule]) -> dict[str, dict[str, Any]]:
     return saved
 
 
-def load_factors(rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], exactly: bool) -> None:
-    """Allocate the factors of these rules with copies of the sums that :func:`save_factors` saved; ValueError where an entry is missing,
-    unknown or does not fit, or is no sum of outer products, see :func:`require_moment`."""
-    entries = saved if isinstance(saved, Mapping) else {}
-    own = {name for name, entry in entries.items() if isinstance(entry, Mapping) and entry.get("outputs_of") == ""}
+def load_factors(rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Allocate the factors of these rules with copies of the sums that :func:`save_factors` saved; ValueError where they are of others."""
+    own = {name for name, entry in saved.items() if entry["outputs_of"] == ""}
     for rule in rules:
         rule.allocate()
         rule.separate_outputs(own)
     factors = _with_owners(rules)
-    _require_keys("factors", saved, factors)
+    if wrong := sorted(factors.keys() ^ saved.keys()):
+        raise ValueError(f"load_state_dict: factors are of other parameters than here: {', '.join(wrong)}.")
     for name, (factor, owner) in factors.items():
-        entry = saved[name]
-        _require_keys(f"the factor of {name!r}", entry, ENTRIES)
-        if entry["outputs_of"] != owner:
-            raise ValueError(
-                f"load_state_dict: outputs_of of {name!r} must be {owner!r}, or '' where a bias has its own, got {entry['outputs_of']!r}."
-            )
         for side, moment in (("input", factor.input_moment), ("output", None if owner else factor.output_moment)):
-            total, rows = entry[f"{side}s"], checked_count(f"{side}_rows of {name!r}", entry[f"{side}_rows"])
             if moment is not None:
-                moment.total.copy_(checked_tensor(moment.name, total, moment.total.shape))
-                require_moment(moment.name, moment.total, exactly)
-                moment.count(rows)
-            elif total is not None:
-                raise ValueError(f"load_state_dict: {side}s of {name!r} must be None, got {_described(total)}.")
-
-
-def _require_keys(where: str, value: Any, expected: Collection[str]) -> None:
-    """ValueError where the value is no mapping of these keys."""
-    if not isinstance(value, Mapping) or value.keys() != set(expected):
-        wrong = sorted(map(repr, value.keys() ^ set(expected))) if isinstance(value, Mapping) else [_described(value)]
-        raise ValueError(
-            f"load_state_dict: {where} must have the entries {', '.join(map(repr, expected))}; missing or unknown: {', '.join(wrong)}."
-        )
-
-
-def require_moment(name: str, total: torch.Tensor, exactly: bool) -> None:
-    """ValueError where ``(..., d, d)`` is no sum of outer products, up to rounding of its trace. ``exactly``: by a Cholesky factorisation
-    too, for what has no checksum."""
-    diagonal = total.diagonal(dim1=-2, dim2=-1)
-    slack = ROUNDING * diagonal.sum(-1) + torch.finfo(total.dtype).tiny
-    if (diagonal < 0).any():
-        got = "negative numbers on its diagonal"
-    elif ((total - total.mT).abs().amax((-2, -1)) > slack).any():
-        got = "one that is not symmetric"
-    elif exactly and torch.linalg.cholesky_ex(total + torch.diag_embed(slack[..., None].expand_as(diagonal)))[1].any():
-        got = "negative eigenvalues"
-    else:
-        return
-    raise ValueError(f"load_state_dict: {name}: expected a sum of outer products, got {got}.")
+                moment.total.copy_(checked_tensor(moment.name, saved[name][f"{side}s"], moment.total.shape))
+                moment.count(saved[name][f"{side}_rows"])
 
 
 def checked_tensor(name: str, value: Any, shape: Sequence[int]) -> torch.Tensor:
-    """A state's float64 tensor, detached; ValueError where it is none of that shape, or not finite."""
-    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
-    if not plain or value.shape != torch.Size(shape) or value.dtype != torch.float64:
-        raise ValueError(
-            f"load_state_dict: {name}: expected a tensor {tuple(shape)} torch.float64, got {_described(value)}."
-        )
-    if not value.isfinite().all():
-        raise ValueError(f"load_state_dict: {name}: expected finite numbers, got inf or nan.")
-    return value.detach()
-
-
-def checked_count(name: str, value: Any) -> int:
-    """A state's number of things; ValueError where it is no integer from 0 to 2^63 - 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"load_state_dict: {name} must be an integer from 0 to 2^63 - 1, got {_described(value)}.")
+    """A state's tensor; ValueError where it is none of that shape."""
+    if not isinstance(value, torch.Tensor) or value.shape != torch.Size(shape):
+        got = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        raise ValueError(f"load_state_dict: {name}: expected a tensor {tuple(shape)}, got {got}.")
     return value
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.dtype}" + (" without memory" if value.is_meta else "")
-    return repr(value)[:100]

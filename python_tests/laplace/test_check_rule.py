@@ -175,9 +175,9 @@ def in_place(self, gradient):
 
 
 WRONG = {
-    "inputs doubled": (of(Honest, of_inputs=scaled(2)), "inputs and outputs", "is 2 times the parameter's gradient"),
-    "outputs doubled": (of(Honest, of_outputs=scaled(2)), "inputs and outputs", "is 2 times"),
-    "half of the inputs": (of(Honest, of_inputs=scaled(0.5)), "inputs and outputs", "is 0.5 times"),
+    "inputs doubled": (of(Honest, of_inputs=scaled(2)), "inputs and outputs", "are 2 times the parameter's gradient"),
+    "outputs doubled": (of(Honest, of_outputs=scaled(2)), "inputs and outputs", "are 2 times"),
+    "half of the inputs": (of(Honest, of_inputs=scaled(0.5)), "inputs and outputs", "are 0.5 times"),
     "bias doubled": (of(Honest, of_bias=lambda self, g: 2 * Honest.of_bias(self, g)), "outputs", "'bias'"),
     "bias of other entries": (of(Honest, of_bias=lambda self, g: Honest.of_bias(self, g).flip(2)), "outputs", "'bias'"),
     "three rows of five": (of(Honest, of_inputs=lambda self, rows: rows[:3]), "inputs", "of 5 data points are not"),
@@ -223,7 +223,7 @@ OF_POSITIONS = {
     "sum for a mean": (
         of(Honest, of_outputs=lambda self, rows, alpha: (rows, 1.0)),
         "inputs and outputs",
-        "is 1.414 times",
+        "are 1.414 times",
     ),
     "mean for a sum": (of(Honest, of_bias=lambda self, g: g.flatten(2, -2).mean(2)), "outputs", "'bias'"),
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from ella_cuda import ops
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.rows import Dense, Rows, same
+from ella_cuda.laplace.rows import Dense, Rows
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
@@ -106,7 +106,7 @@ class Intermediate(Rows):
         Dense(self.dense()).gram_(moment, alpha)
 
     def settled(self) -> Rows:
-        return Dense(self.dense()) if self.weight.requires_grad else self
+        return Dense(self.dense())
 
     def dense(self) -> Tensor:
         z = torch.bmm(self.values.transpose(0, 1), self.weight.permute(1, 2, 0))  # (C, N, D)
@@ -123,20 +123,8 @@ class Intermediate(Rows):
             rows.scale = self.scale * weight  # rows are affine in x
         return rows
 
-    def plus(self, other: Rows) -> Rows:
-        scale = self.scale + getattr(other, "scale", 0.0)
-        rows = super().plus(other)
-        if isinstance(rows, Intermediate):
-            rows.scale = scale
-        return rows
-
-    def put(self, tensors: Iterator[Tensor]) -> None:
-        super().put(tensors)
-        self.scale = 1.0  # of sums over all copies
-
     def _alike(self, other: Rows) -> bool:
-        own = isinstance(other, Intermediate) and other.values.shape == self.values.shape
-        return own and same(self.weight, other.weight) and self.bias is other.bias
+        return False  # z adds up, x does not
 
 
 class IntermediateGradients(Rows):

@@ -58,8 +58,8 @@ class Link(ABC):
         return self.back(g).sum(2)
 
     def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """What tangents at the input and gradients at the output have together at the input, ``(N, S, ...)``: of their products' sum, its
-        derivative there; and :meth:`along` of the tangents."""
+        """The derivative at the input, ``(N, S, ...)``, of the sum of products of tangents there and gradients at the output; and
+        :meth:`along` of the tangents."""
         raise NotImplementedError
 
 
@@ -80,7 +80,7 @@ class Layer(Link):
         self.out = module.forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
     def _reach(self) -> list[int]:
-        """How far the kernel reaches beyond the padding, along each axis."""
+        """The kernel's reach beyond the padding, along each axis."""
         m = self.module
         return [d * (k - 1) - p for k, d, p in zip(m.kernel_size, m.dilation, m.padding, strict=True)]
 
@@ -122,8 +122,8 @@ class Layer(Link):
 
 
 def _phases(module: nn.Conv2d, size: Sequence[int], g: Tensor) -> tuple[int, int]:
-    """How many rows and columns of planes of that size, of gradients in a convolution's input, are channels of their own. OneDNN computes
-    channels by whole vectors: positions as channels fill these, but the kernel must then reach all of them, with zeros in it."""
+    """The numbers of rows and columns of planes of that size, of gradients in a convolution's input, that are channels of their own. OneDNN
+    computes channels by whole vectors: positions as channels fill these, but the kernel must then reach them all, with zeros in it."""
     lanes = LANES.get(torch.backends.cpu.get_cpu_capability())
     if not g.is_cpu or g.dtype != torch.float32 or module.dilation != (1, 1) or lanes is None:
         return 1, 1
@@ -396,7 +396,7 @@ class Way:
         return t.expand(-1, -1, self.copies, *t.shape[3:]).sum(2)
 
     def gradient(self, of_outputs: Tensor, of_inputs: Sequence[Tensor]) -> Tensor:
-        """In the copies, of what has these derivatives at each copy's outputs and layers' inputs, and of what is bent."""
+        """The gradient in the copies of what has these derivatives at each copy's outputs and layers' inputs, and of what is bent."""
         links, of_inputs = self._links, list(of_inputs)
         b = of_outputs[None, :, None].expand(1, -1, self.copies, *of_outputs.shape[1:])
         for i in range(len(links) - 1, -1, -1):

@@ -167,8 +167,8 @@ def chunks_of(x: tuple[Tensor, Tensor], most: int) -> list[Chunk]:
 
 
 def copies_together(model: nn.Module, x: Inputs, room: int, image_bytes: int) -> int:
-    """How many copies of each of these data points go through the network together: of ``room`` bytes, where all copies of a data point keep
-    ``image_bytes``."""
+    """The number of copies of each of these data points that go through the network together in ``room`` bytes, where all copies of a data
+    point keep ``image_bytes``."""
     copies, count = copies_of(model), max(data_points(x), 1)
     if copies * count <= FEW or image_bytes * count <= room or not has_chunks(model, x):
         return copies

@@ -57,12 +57,7 @@ class FitSums:
 
 
 def accumulate_together(
-    la: Any,
-    loader: Iterable[Any],
-    override: bool,
-    progress_bar: bool,
-    generator: torch.Generator | None,
-    group: Any,
+    la: Any, loader: Iterable[Any], override: bool, progress_bar: bool, generator: torch.Generator | None, group: Any
 ) -> None:
     """The pass over the data of a fit of a group; see :meth:`ella_cuda.laplace.KronLaplace.fit`."""
     ranks = Ranks(group, "fit")
@@ -95,7 +90,6 @@ def accumulate_together(
         _require_counted_once(ranks, [one["loader"] for one in headers], after)
         for rule in la._rules:
             rule.separate_outputs({name for header in after for name in header["apart"]})
-        ranks.require_same([one["layout"] for one in after], "factors", "Give all ranks the same model and settings.")
         calls = [sum(numbers) for numbers in zip(*(one["calls"] for one in after), strict=True)]
         sums.calls = dict(zip(sums.calls, calls, strict=True))
         sums.n_data = headers[0]["n_data"]
@@ -176,18 +170,12 @@ def agree_on_gradient(ranks: Ranks, la: Any, plan: str | None, **settings: Any) 
 
 def _facts_after(la: Any, sums: FitSums, loader: Any) -> dict[str, Any]:
     shape = la.fitted_model.inputs_shape
-    layout = [
-        [rule.full_name(name), [None if m is None else list(m.total.shape) for m in (f.input_moment, f.output_moment)]]
-        for rule in la._rules
-        for name, f in rule.factors.items()
-    ]
     return {
         "seen": sums.seen,
         "plan": plan_of(la, loader, "fit"),
         "last": _digest(*sums.batch),
         "calls": list(sums.calls.values()),
         "apart": _apart(la._rules),
-        "layout": layout_hash(layout),
         "of_data": {"n_outputs": la.n_outputs, "shape": None if shape is None else list(shape)},
     }
 

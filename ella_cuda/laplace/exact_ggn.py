@@ -197,7 +197,7 @@ class _Curvature(JacobianConsumer, ABC):
 
     @abstractmethod
     def shares(self, prior: Tensor, scale: Tensor) -> Tensor:
-        """How far the data determine each element: ``1 - prior ((scale H + prior)^-1)_ii``."""
+        """The share of each element that the data determine: ``1 - prior ((scale H + prior)^-1)_ii``."""
 
     @abstractmethod
     def posterior(self, prior: Tensor, scale: Tensor, dtype: torch.dtype) -> Posterior:
@@ -507,7 +507,7 @@ class SubnetMask(ABC):
 
     @property
     def n_params_subnet(self) -> int:
-        """How many elements are chosen."""
+        """The number of elements that are chosen."""
         return len(self.indices)
 
     def select(self, train_loader: Iterable[Any] | None = None) -> Tensor:

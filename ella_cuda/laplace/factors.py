@@ -219,7 +219,7 @@ def _whole(moment: SecondMoment) -> Tensor:
 
 
 class Jacobian(NamedTuple):
-    r"""Of K outputs of each of N data points:
+    r"""The Jacobian of K outputs of each of N data points,
     :math:`M_{kngij} = \sum_t \mathtt{inputs}_{ntgi}\, \mathtt{outputs}_{kntgj}` over T shared positions.
 
     Attributes:

@@ -348,7 +348,7 @@ class _Passes:
         return weight
 
     def _graph_bytes(self) -> int:
-        """Of a data point, with all copies."""
+        """The bytes of a data point's graph, with all copies."""
         columns = self.la.n_outputs if self._columns == "all" else 1
         return self._image_bytes * ((1 if self.chain else GRAPH) * columns + 4)
 
@@ -646,7 +646,7 @@ def exact_log_marginal_likelihood(
 
 
 def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precision: Tensor, sigma: Tensor) -> Tensor:
-    """Of checked arguments."""
+    """The evidence at checked arguments."""
     dtype = next(p for p in la.model.parameters() if p.requires_grad).dtype
     likelihood, run = la.likelihood_function, GraphPass(la.model, rules, _GraphSums())
     parameters = [p for p in la.model.parameters() if p.requires_grad]

@@ -122,7 +122,7 @@ class Rule(AddsToMoments, ABC):
         raise NotImplementedError(f"{type(self).__name__} must define output_rows.")
 
     def keep(self, *arguments: Any) -> Any:
-        """What :meth:`output_rows` and :meth:`input_gradient` need of a call's arguments."""
+        """The part of a call's arguments that :meth:`output_rows` and :meth:`input_gradient` need."""
         return None
 
     def keeps(self) -> bool:
@@ -242,7 +242,7 @@ class Rule(AddsToMoments, ABC):
         return sides
 
     def bytes(self, *parameters: str) -> int:
-        """What the factors of these parameters, or of all, will take; they are float64."""
+        """The bytes of the factors of these parameters, or of all; they are float64."""
         return sum(groups * rows**2 for groups, rows in self.blocks(*parameters)) * torch.float64.itemsize
 
     def full_name(self, parameter: str) -> str:

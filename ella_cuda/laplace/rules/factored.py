@@ -146,7 +146,7 @@ class IntermediateGradients(Rows):
             Dense(_inner(part, self.weight)).gram_(moment, alpha)
 
     def _gram_of_one_position(self, moment: SecondMoment, alpha: float) -> None:
-        """Where Y = 1, without dz[n,d,c] = g[n,d] V[d,c]: the sum over n of dz[n,d,c] dz[n,e,c] is that of g[n,d] g[n,e], times
+        """The sums where Y = 1, without dz[n,d,c] = g[n,d] V[d,c]: that over n of dz[n,d,c] dz[n,e,c] is that of g[n,d] g[n,e], times
         V[d,c] V[e,c]. No sum of these cancels."""
         g, v = self.values[:, :, 0], self.weight[:, :, 0]  # (KN, D), (D, C)
         apart = moment.total.shape[0] > 1 or v.shape[1] == 1

@@ -206,7 +206,7 @@ class Recorded(Rows):
 
 
 class _State(dict):
-    """What a call left on a rule."""
+    """The attributes that a call left on a rule."""
 
 
 def _state(rule: Any, *arguments: Any) -> Any:

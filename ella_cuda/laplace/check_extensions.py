@@ -207,12 +207,12 @@ class _RuleCheck(_Check):
             expected = self._pulled(arguments, gradient)
             self.compare("vjp", pulled, expected, "it does not return the gradient at the input")
         if self.of_rows or not is_own(type(rule), "jacobians"):
-            method = "inputs and outputs" if self.of_rows else "jacobians"
-            found = self.unchanged(method, rule.jacobians, arguments, gradient)
-            exact = self._exact(arguments, gradient)
-            for name, jacobian in found.items() if exact is not None else ():
-                words = f"they are not the gradients of single data points in {name!r}"
-                self.compare(method, jacobian.dense(self.shapes[name].groups), exact[name], words)
+            method, exact = "inputs and outputs" if self.of_rows else "jacobians", self._exact(arguments, gradient)
+            with suppress(NotImplementedError):  # of rows that are not written out
+                found = self.unchanged(method, rule.jacobians, arguments, gradient)
+                for name, jacobian in found.items() if exact is not None else ():
+                    words = f"they are not the gradients of single data points in {name!r}"
+                    self.compare(method, jacobian.dense(self.shapes[name].groups), exact[name], words)
         return {"input": self._written(inputs, False), "output": self._written(outputs, True)}
 
     def _written(self, rows: Mapping[str, Rows], outputs: bool) -> dict[str, Tensor]:

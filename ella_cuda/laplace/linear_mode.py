@@ -39,8 +39,6 @@ DEPTH = 5  # rounds that Anderson's method looks back
 LOOSEST, INEXACT = 1e-3, 1e-2  # tolerance of the linear mode in a round, at most and of the last round's change
 TIGHTEST = {torch.float32: 1e-5, torch.float64: 1e-11}
 
-Vectors = Callable[[Tensor], Tensor]
-
 
 class LinearMode(NamedTuple):
     r"""The mode of the linearised network's posterior, as :meth:`ella_cuda.laplace.KronLaplace.fit_linear_mode` found it.
@@ -72,10 +70,11 @@ class LinearMode(NamedTuple):
 
 
 class _Loss:
-    """The linearised network's loss over the data of la's fit, whose passes are counted, and move the bar."""
+    """The linearised network's loss over the data of la's fit, whose passes are counted, and move the bar; ``norm`` is in the metric of the
+    posterior's ``covariance``."""
 
-    def __init__(self, la: Evidence, loader: Iterable[Any], form: str, bar: tqdm) -> None:
-        self.la, self.loader, self.bar = la, loader, bar
+    def __init__(self, la: Evidence, loader: Iterable[Any], form: str, bar: tqdm, max_passes: int) -> None:
+        self.la, self.loader, self.bar, self.max_passes = la, loader, bar, max_passes
         self.tangent = TangentModel(la.model, form, la.parameter_names)
         self.point = self.tangent.point.double()
         self.eps = torch.finfo(self.tangent.point.dtype).eps
@@ -84,10 +83,16 @@ class _Loss:
         precision = la.prior_precision.detach()
         self.prior = precision.repeat_interleave(torch.tensor(la.fitted_model.numels, device=precision.device))
         self.mean = la.prior_mean.expand(self.point.shape)
-        self.passes = 0
+        self.passes, self._posterior = 0, la.posterior_precision
         # Where a gradient was last taken, and the linearised network's outputs there, by batch.
         self._theta: Tensor | None = None
         self._outputs: dict[Any, Tensor] = {}
+
+    def covariance(self, vector: Tensor) -> Tensor:
+        return self._posterior.bmm(vector.to(self.tangent.point.dtype), -1).double()
+
+    def norm(self, vector: Tensor) -> float:
+        return math.sqrt(max(torch.dot(vector, self.covariance(vector)).item(), 0.0))
 
     def push(self, theta: Tensor) -> Tensor:
         """The direction that the linearised network's outputs at theta are derivatives along."""
@@ -252,7 +257,7 @@ def solve(
     file = _Checkpoint(la, form, checkpoint)
     bars = tqdm(desc="linear mode", unit="pass", disable=not progress_bar, leave=False)
     with file.claimed(), bars as bar, torch.no_grad():
-        loss = _Loss(la, loader, form, bar)
+        loss = _Loss(la, loader, form, bar, max_passes)
         theta = file.read()
         theta = start if theta is None else theta
         theta = (loss.mean if form == "simple" else loss.point) if theta is None else theta.to(loss.point)
@@ -260,12 +265,7 @@ def solve(
             theta = torch.where(loss.free > 0, theta, loss.point)
         if _chosen(la, solver, loss) == "dual":
             theta = _by_kernel(la, loss)
-        posterior = la.posterior_precision
-
-        def covariance(vector: Tensor) -> Tensor:
-            return posterior.bmm(vector.to(loss.tangent.point.dtype), -1).double()
-
-        return _newton(loss, theta, covariance, precondition, tol, max_passes, file)
+        return _newton(loss, theta, precondition, tol, file)
 
 
 def _chosen(la: Evidence, solver: str, loss: _Loss) -> str:
@@ -284,15 +284,7 @@ def _chosen(la: Evidence, solver: str, loss: _Loss) -> str:
     return "dual" if few and solver == "auto" else solver
 
 
-def _newton(
-    loss: _Loss,
-    theta: Tensor,
-    covariance: Vectors,
-    precondition: bool,
-    tol: float,
-    max_passes: int,
-    file: _Checkpoint,
-) -> LinearMode:
+def _newton(loss: _Loss, theta: Tensor, precondition: bool, tol: float, file: _Checkpoint) -> LinearMode:
     """Newton's method, each step by conjugate gradients; of a regression one step, and more where rounding asks for them."""
     la, quadratic = loss.la, isinstance(loss.la.likelihood_function, Regression)
     statistic, slope, prior = loss.gradient(theta)
@@ -303,27 +295,26 @@ def _newton(
         )
     while True:
         gradient = slope + prior
-        norm = _norm(gradient, covariance)
-        largest = max(_norm(slope, covariance), _norm(prior, covariance))
+        norm, largest = loss.norm(gradient), max(loss.norm(slope), loss.norm(prior))
         residual = norm / largest if largest else 0.0
         loss.bar.set_postfix(residual=f"{residual:.1e}")
         file.write(theta, force=True)
         done = residual <= tol
-        if done or stalled > 1 or loss.passes + 2 > max_passes:  # a step is a product and a gradient at least
+        if done or stalled > 1 or loss.passes + 2 > loss.max_passes:  # a step is a product and a gradient at least
             break
         share = 0.0 if quadratic else min(0.5, math.sqrt(residual))
         aim = max(OVERSHOOT * tol * largest, share * norm)
-        step = _conjugate(loss, theta, gradient, covariance, precondition, aim, max_passes - 1, file)
+        step = _conjugate(loss, theta, gradient, precondition, aim, file)
         rounding = loss.eps * abs(value)
-        descended = _descended(loss, theta, step, value, torch.dot(gradient, step).item(), rounding, max_passes)
+        descended = _descended(loss, theta, step, value, torch.dot(gradient, step).item(), rounding)
         if descended is None:
-            rounded = loss.passes < max_passes
+            rounded = loss.passes < loss.max_passes
             break
         there, after, (statistic, slope, prior) = descended
-        still = after > value - rounding and _norm(slope + prior, covariance) > 0.5 * norm
+        still = after > value - rounding and loss.norm(slope + prior) > 0.5 * norm
         stalled = stalled + 1 if still else 0
         theta, value = there, after
-    why = f"max_passes={max_passes} are over: call again for more, which go on from here"
+    why = f"max_passes={loss.max_passes} are over: call again for more, which go on from here"
     if done:
         why = ""
         file.remove()
@@ -335,12 +326,12 @@ def _newton(
 
 
 def _descended(
-    loss: _Loss, theta: Tensor, step: Tensor, value: float, descent: float, rounding: float, passes: int
+    loss: _Loss, theta: Tensor, step: Tensor, value: float, descent: float, rounding: float
 ) -> tuple[Tensor, float, tuple[float, Tensor, Tensor]] | None:
     """A place along a step where the loss has fallen, the loss and :meth:`_Loss.gradient` there; the step's length is halved until it does.
     None where passes are over before, or float32 sees no fall; ArithmeticError where float64 sees none."""
     length = 1.0
-    while loss.passes < passes:
+    while loss.passes < loss.max_passes:
         there = theta + length * step
         found = loss.gradient(there)
         after = loss.value(found[0], there)
@@ -356,26 +347,15 @@ def _descended(
     return None
 
 
-def _norm(vector: Tensor, covariance: Vectors) -> float:
-    return math.sqrt(max(torch.dot(vector, covariance(vector)).item(), 0.0))
-
-
 def _conjugate(
-    loss: _Loss,
-    theta: Tensor,
-    gradient: Tensor,
-    covariance: Vectors,
-    precondition: bool,
-    aim: float,
-    passes: int,
-    file: _Checkpoint,
+    loss: _Loss, theta: Tensor, gradient: Tensor, precondition: bool, aim: float, file: _Checkpoint
 ) -> Tensor:
     """The Newton step, by conjugate gradients until the gradient's norm is ``aim`` by their own account, or passes are over."""
     step, left = torch.zeros_like(gradient), -gradient
     direction: Tensor | None = None
     before = 1.0
-    while loss.passes < passes:
-        covered = covariance(left)
+    while loss.passes < loss.max_passes - 1:
+        covered = loss.covariance(left)
         square = torch.dot(left, covered).item()
         if square <= aim**2:
             break
@@ -397,9 +377,8 @@ def _by_kernel(la: Evidence, loss: _Loss) -> Tensor:
     r"""A regression's :math:`\mu + \Lambda^{-1} J^T (J \Lambda^{-1} J^T + \sigma^2 T)^{-1} (y - h(\mu))`, by the kernel of all outputs."""
     x, y = joined([kept(pair) for pair in loss.batches()])
     prior = la._posterior(la.prior_precision.detach(), la.fitted_model.zero)
-    kernel = la._moments_under(x, [prior], joint=True)[1][
-        0
-    ].double()  # J Lambda^-1 J^T, the prior's covariance of outputs
+    _, (covariance,) = la._moments_under(x, [prior], joint=True)
+    kernel = covariance.double()  # J Lambda^-1 J^T
     kernel.diagonal().add_(1 / loss.weight)
     h = loss.outputs(loss.tangent.outputs(x), loss.tangent.jvp(x, loss.push(loss.mean))).double()
     factor, failed = torch.linalg.cholesky_ex(kernel)

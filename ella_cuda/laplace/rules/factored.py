@@ -96,7 +96,7 @@ class Intermediate(Rows):
 
     def __init__(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(values)
-        self.weight, self.bias, self.scale = weight, bias, 1.0
+        self.weight, self.bias = weight, bias
 
     @property
     def positions(self) -> int:
@@ -111,17 +111,14 @@ class Intermediate(Rows):
     def dense(self) -> Tensor:
         z = torch.bmm(self.values.transpose(0, 1), self.weight.permute(1, 2, 0))  # (C, N, D)
         if self.bias is not None:
-            z += self.scale * self.bias.detach()
+            z += self.bias.detach()
         return z.permute(1, 2, 0)[:, None]
 
     def summed(self) -> Rows:
         return self
 
     def times(self, weight: float) -> Rows:
-        rows = super().times(weight)
-        if rows is not self:
-            rows.scale = self.scale * weight  # rows are affine in x
-        return rows
+        return self if weight == 1 else Dense(self.dense()).times(weight)  # rows are affine in x
 
     def _alike(self, other: Rows) -> bool:
         return False  # z adds up, x does not

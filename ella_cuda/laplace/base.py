@@ -48,6 +48,7 @@ from ella_cuda.laplace.evidence import (
     sigma_of,
     square_distances,
 )
+from ella_cuda.laplace.factors import CHECKSUM, require_checksum, with_checksum
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
@@ -57,7 +58,6 @@ from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import PREDICTIONS, Predictive, predictions_at
 from ella_cuda.laplace.rules.base import Rule
 from ella_cuda.laplace.rules.network import UNKNOWN
-from ella_cuda.laplace.state import CHECKSUM, require_checksum, with_checksum
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.test_time import at_test_time
 from ella_cuda.laplace.tuning import (

@@ -15,13 +15,12 @@ from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
 from ella_cuda.laplace.batches import Inputs
 from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.evidence import DataFitGradient
-from ella_cuda.laplace.factors import FactorShape, Jacobian
+from ella_cuda.laplace.factors import FactorShape, Jacobian, checked_tensor
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.parameters import check_choice, checked_names, is_inside, trainable
 from ella_cuda.laplace.posterior import Contraction, Posterior
-from ella_cuda.laplace.state import checked_tensor
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import without_autocast

@@ -16,13 +16,19 @@ from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.evidence import DataFitGradient, elements
-from ella_cuda.laplace.factors import KroneckerFactor, by_parameter, merged_shapes
+from ella_cuda.laplace.factors import (
+    KroneckerFactor,
+    by_parameter,
+    checked_tensor,
+    load_factors,
+    merged_shapes,
+    save_factors,
+)
 from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Eigenbasis, KronPosterior, Spectra, eigenbases_of
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
-from ella_cuda.laplace.state import checked_tensor, load_factors, save_factors
 from ella_cuda.laplace.test_time import requiring_grad
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast

@@ -18,9 +18,9 @@ from ella_cuda.claim import claim
 from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
 from ella_cuda.laplace.evidence import Evidence, data_weight, effective_by_tensor, square_distances
+from ella_cuda.laplace.factors import require_checksum, with_checksum
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import Value, check_choice, fingerprint_of, positive_number, rounding_of, uneven_sum
-from ella_cuda.laplace.state import require_checksum, with_checksum
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, fixed_points, mean_log_precisions, put, sums_by_group
 from ella_cuda.nn._sizes import as_count

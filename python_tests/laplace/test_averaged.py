@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.laplace import FullLaplace, KronLaplace, Rule, TangentModel, register
-from ella_cuda.laplace.state import with_checksum
+from ella_cuda.laplace.factors import with_checksum
 from ella_cuda.nn import FactoredLinear2d, GroupConv2d, GroupLift, SparseConv2d, SparseFactoredLinear2d
 
 SIZE, CLASSES, COPIES = 6, 3, 4

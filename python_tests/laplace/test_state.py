@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace
-from ella_cuda.laplace.state import with_checksum
+from ella_cuda.laplace.factors import with_checksum
 from ella_cuda.nn import FactoredLinear2d
 
 

@@ -1,6 +1,5 @@
 """Kronecker-factored curvature with exact block structure, and the Laplace evidence on it."""
 
-from ella_cuda.laplace.exact import exact_log_marginal_likelihood
 from ella_cuda.laplace.exact_ggn import (
     DiagLaplace,
     FullLaplace,
@@ -14,7 +13,7 @@ from ella_cuda.laplace.exact_ggn import (
     SubnetMask,
 )
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
-from ella_cuda.laplace.hypergradients import evidence_gradient
+from ella_cuda.laplace.hypergradients import evidence_gradient, exact_log_marginal_likelihood
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import IndependentLikelihood, Likelihood, register_likelihood
 from ella_cuda.laplace.prior_structure import prior_groups

@@ -48,6 +48,7 @@ from ella_cuda.laplace.evidence import (
     sigma_of,
     square_distances,
 )
+from ella_cuda.laplace.factors import CHECKSUM, require_checksum, with_checksum
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
@@ -57,7 +58,6 @@ from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import PREDICTIONS, Predictive, predictions_at
 from ella_cuda.laplace.rules.base import Rule
 from ella_cuda.laplace.rules.network import UNKNOWN
-from ella_cuda.laplace.state import CHECKSUM, checked_count, checked_tensor, require_checksum, with_checksum
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.test_time import at_test_time
 from ella_cuda.laplace.tuning import (
@@ -74,15 +74,6 @@ from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import without_autocast
 
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-6}  # residual of a linear mode, unless told
-# Entries that states of older versions lack.
-LACKING = {
-    "prior_mean": torch.zeros((), dtype=torch.float64, device="cpu"),
-    "temperature": 1.0,
-    "linear_mode": None,
-    "draws": None,
-    "filled_buffers": [],
-    "subset_of_weights": "all",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,8 +211,8 @@ class BaseLaplace(Predictive):
         """The curvature's entries of :meth:`state_dict`, copied."""
 
     @abstractmethod
-    def _read(self, state: Mapping[str, Any], n_data: int, exactly: bool) -> Callable[[], None]:
-        """Check the curvature of a state, ``exactly`` where the state has no checksum; returns a function that takes it."""
+    def _read(self, state: Mapping[str, Any], n_data: int) -> Callable[[], None]:
+        """Check the curvature of a state; returns a function that takes it."""
 
     # fitting ---------------------------------------------------------------------------------------------------------
 
@@ -758,42 +749,31 @@ class BaseLaplace(Predictive):
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
-        given, own = state, self._state()
-        state = {**{key: value for key, value in LACKING.items() if key in own}, **given}
+        own = self._state()
         if missing := sorted(own.keys() - state.keys()):
             raise ValueError(
                 f"load_state_dict: entries missing from the state of a {type(self).__name__}: {', '.join(missing)}; pass one of that class."
             )
         if unknown := sorted(map(repr, state.keys() - own.keys() - {CHECKSUM})):
             raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
+        what = "the state was changed since state_dict gave it, or is damaged; load it as it was saved"
+        require_checksum(state, "load_state_dict", what)
         for key in ("likelihood", *self._settings, "parameter_names"):
             if type(state[key]) is not type(own[key]) or state[key] != own[key]:
                 raise ValueError(f"load_state_dict: {key} is {state[key]!r} in the state, but {own[key]!r} here.")
-        counts = {key: checked_count(key, state[key]) for key in ("n_data", "n_outputs", "n_targets")}
-        tensors = ("statistic", "square_norms", "fingerprint", "prior_precision", "sigma_noise")
-        checked = {key: checked_tensor(key, state[key], own[key].shape) for key in tensors}
-        precision = precisions_of(self, checked["prior_precision"])
-        sigma = sigma_of(self, checked["sigma_noise"])
-        mean, temperature = (
-            self._mean_of_prior(state["prior_mean"]),
-            positive_number("temperature", state["temperature"]),
-        )
-        linear = LinearMode.of_state(state["linear_mode"], self.n_params, len(self.parameter_names))
-        draws, filled = checked_draws(self.model, state["draws"]), state["filled_buffers"]
-        if not isinstance(filled, list) or not all(isinstance(name, str) for name in filled):
-            raise ValueError(f"load_state_dict: filled_buffers must be a list of names, got {filled!r}.")
-        take_curvature = self._read(state, counts["n_data"], exactly=CHECKSUM not in given)
-        if CHECKSUM in given:
-            what = "the state was changed since state_dict gave it, or is damaged; load it as it was saved"
-            require_checksum(given, "load_state_dict", what)
+        precision, sigma = precisions_of(self, state["prior_precision"]), sigma_of(self, state["sigma_noise"])
+        mean, linear = self._mean_of_prior(state["prior_mean"]), state["linear_mode"]
+        draws = checked_draws(self.model, state["draws"])
+        take_curvature = self._read(state, state["n_data"])
         self._forget()
         self._prior_precision, self._sigma_noise, self._prior_mean = precision.clone(), sigma.clone(), mean
-        self._temperature, self.linear_fit = temperature, None if linear is None else linear.on(self._device)
-        self.n_data, self.n_outputs, self.n_targets = counts.values()
+        self._temperature = state["temperature"]
+        self.linear_fit = None if linear is None else LinearMode(**linear).on(self._device)
+        self.n_data, self.n_outputs, self.n_targets = (state[key] for key in ("n_data", "n_outputs", "n_targets"))
         self.statistic, self.square_norms = (
-            checked[key].to(self._device, copy=True) for key in ("statistic", "square_norms")
+            state[key].to(self._device, copy=True) for key in ("statistic", "square_norms")
         )
-        self.fitted_model.restore(checked["fingerprint"] if self.n_data else None, filled, draws)
+        self.fitted_model.restore(state["fingerprint"] if self.n_data else None, state["filled_buffers"], draws)
         take_curvature()
 
 

@@ -58,8 +58,8 @@ class Link(ABC):
         return self.back(g).sum(2)
 
     def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """What tangents at the input and gradients at the output have together at the input, ``(N, S, ...)``: of their products' sum, its
-        derivative there; and :meth:`along` of the tangents."""
+        """The derivative at the input, ``(N, S, ...)``, of the sum of products of tangents there and gradients at the output; and
+        :meth:`along` of the tangents."""
         raise NotImplementedError
 
 
@@ -80,7 +80,7 @@ class Layer(Link):
         self.out = module.forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
     def _reach(self) -> list[int]:
-        """How far the kernel reaches beyond the padding, along each axis."""
+        """The kernel's reach beyond the padding, along each axis."""
         m = self.module
         return [d * (k - 1) - p for k, d, p in zip(m.kernel_size, m.dilation, m.padding, strict=True)]
 
@@ -122,11 +122,8 @@ class Layer(Link):
 
 
 def _phases(module: nn.Conv2d, size: Sequence[int], g: Tensor) -> tuple[int, int]:
-    """Of gradients in a convolution's input, planes of that size: how many rows and columns beside each other are channels of their own.
-
-    OneDNN computes channels by whole vectors, zeros where there are fewer. Positions beside each other as channels fill the vectors, but
-    the kernel must then reach all of them, with zeros in it.
-    """
+    """The numbers of rows and columns of planes of that size, of gradients in a convolution's input, that are channels of their own. OneDNN
+    computes channels by whole vectors: positions as channels fill these, but the kernel must then reach them all, with zeros in it."""
     lanes = LANES.get(torch.backends.cpu.get_cpu_capability())
     if not g.is_cpu or g.dtype != torch.float32 or module.dilation != (1, 1) or lanes is None:
         return 1, 1
@@ -168,9 +165,7 @@ class Reshaped(Link):
 
 class Pooled(Link):
     """Largest values of windows of planes, the last two axes, as they are or of a function of every entry, whose derivatives then count
-    where these are.
-
-    """
+    where these are."""
 
     def __init__(self, module: nn.MaxPool2d, x: Tensor, function: nn.Module | None = None) -> None:
         self.module, self.shape = module, x.shape
@@ -178,15 +173,13 @@ class Pooled(Link):
         whole = None if function is None or rises else Elementwise(function, x)
         self.out, places = _largest(module, x if whole is None else whole.out)
         self._whole_places, self._places = places, places.flatten(-2)
-        there = Elementwise(function, self.out) if rises else whole
-        self.curved = there is not None and there.curved
         self._first = self._second = None
-        if there is not None:
-            self._first = there.first if rises else self._there(there.first[None])[0]
-        if self.curved:
-            self._second = there.second if rises else self._there(there.second[None])[0]
         if rises:
-            self.out = there.out
+            there = Elementwise(function, self.out)
+            self.out, self.curved, self._first, self._second = there.out, there.curved, there.first, there.second
+        elif whole is not None:
+            self.curved, self._first = whole.curved, self._there(whole.first[None])[0]
+            self._second = self._there(whole.second[None])[0] if whole.curved else None
 
     def _there(self, values: Tensor) -> Tensor:
         """``(K, N, S or 1, ...)`` where the largest values are."""
@@ -195,10 +188,7 @@ class Pooled(Link):
         return flat.gather(-1, places).view(len(values), *self.out.shape)
 
     def along(self, t: Tensor) -> Tensor:
-        return self.along_there(self._there(t))
-
-    def along_there(self, there: Tensor) -> Tensor:
-        """:meth:`along`, of tangents at the largest values, which are changed."""
+        there = self._there(t)
         return there if self._first is None else there.mul_(self._first)
 
     def back(self, g: Tensor) -> Tensor:
@@ -207,10 +197,7 @@ class Pooled(Link):
     def back_summed(self, g: Tensor) -> Tensor:
         if not g.is_cpu:  # where values that meet would be added in any order
             return super().back_summed(g)
-        return self._summed(g if self._first is None else g * self._first)
-
-    def _summed(self, g: Tensor) -> Tensor:
-        """Gradients at the largest values, in the planes of all data points' copies together."""
+        g = g if self._first is None else g * self._first
         n, size, channels = self.shape[0], self.shape[-2:].numel(), self.shape[2:-2]
         planes = torch.arange(n * channels.numel(), device=g.device).view(n, 1, *channels, 1) * size
         places = (self._places + planes).flatten()  # in the planes of all data points
@@ -219,10 +206,7 @@ class Pooled(Link):
         return found.view(-1, n, *self.shape[2:])
 
     def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return self.bent_there(self._there(t), g)
-
-    def bent_there(self, there: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`bent`, of tangents at the largest values, which are changed."""
+        there = self._there(t)
         return self._spread((_over_columns(there, g) * self._second)[None])[0], there.mul_(self._first)
 
     def _spread(self, values: Tensor) -> Tensor:
@@ -270,7 +254,7 @@ class Elementwise(Link):
     """A function of every entry, with its two derivatives."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
-        self.curved = not isinstance(module, nn.ReLU)
+        self.curved, self.second = not isinstance(module, nn.ReLU), None
         if isinstance(module, nn.Tanh):
             self.out = x.tanh()
             self.first = 1 - self.out * self.out
@@ -297,11 +281,8 @@ class Elementwise(Link):
 
 
 class Seen(NamedTuple):
-    """What F is a function of.
-
-    Attributes:
-        inputs: of each layer the mean over copies, ``(N, ...)``. gradients: at its output the sum over copies, ``(K, N, ...)``.
-    """
+    """The arguments of F: of each layer the inputs' mean over copies, ``(N, ...)``, and the sum over copies of gradients at its output,
+    ``(K, N, ...)``."""
 
     inputs: list[Tensor]
     gradients: list[Tensor]
@@ -312,14 +293,7 @@ Derivatives = Callable[[Seen, Tensor], tuple[Seen, Tensor]]
 
 
 class Chain:
-    """A network of modules one after the other.
-
-    Args:
-        modules: as :func:`chain_of` gives them.
-
-    Attributes:
-        layers: those with parameters, in order.
-    """
+    """A network of modules one after the other, as :func:`chain_of` gives them; ``layers`` are those with parameters, in order."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.layers = [m for m in modules if isinstance(m, LAYERS)]
@@ -334,11 +308,9 @@ class Chain:
     def gradient(
         self, chunks: Sequence[Callable[[], Tensor]], columns_of: ColumnsOf, derivatives: Derivatives
     ) -> Iterator[Tensor]:
-        """The gradient of F in the copies ``(N, s, ...)`` of each chunk, one after the other.
-
-        Of one chunk there is one pass through the network. Of several, each pass goes over all chunks, and begins with each chunk's inputs:
-        for the averages, for the sums of gradients, for tangents at the outputs, and for the gradients in copies. What is kept from one
-        chunk to the next has no copies.
+        """The gradient of F in the copies ``(N, s, ...)`` of each chunk, one after another. One chunk goes through the network once. Several
+        do so for the averages, for the sums of gradients, for tangents at the outputs, and for the gradients in copies; what is kept from one
+        to the next has no copies.
 
         Args:
             chunks: each makes some of the copies of N data points, the same ones in every call.
@@ -376,12 +348,7 @@ class Chain:
 
 
 class Way:
-    """Some copies' way through a chain and back.
-
-    Args:
-        parts: of the chain.
-        copies: ``(N, s, ...)``.
-    """
+    """The way of some copies ``(N, s, ...)`` through a chain and back."""
 
     def __init__(self, parts: Sequence[Sequence[nn.Module]], copies: Tensor) -> None:
         self.copies, self._links, self._sums, x = copies.shape[1], [], [], copies
@@ -429,7 +396,7 @@ class Way:
         return t.expand(-1, -1, self.copies, *t.shape[3:]).sum(2)
 
     def gradient(self, of_outputs: Tensor, of_inputs: Sequence[Tensor]) -> Tensor:
-        """In the copies, of what has these derivatives at each copy's outputs and layers' inputs, and of what is bent."""
+        """The gradient in the copies of what has these derivatives at each copy's outputs and layers' inputs, and of what is bent."""
         links, of_inputs = self._links, list(of_inputs)
         b = of_outputs[None, :, None].expand(1, -1, self.copies, *of_outputs.shape[1:])
         for i in range(len(links) - 1, -1, -1):

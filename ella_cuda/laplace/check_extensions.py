@@ -1,8 +1,9 @@
 """Rules and likelihoods of a user's own against autograd, on a few data points of a fit's first batch.
 
-Every honest rule passes. Blocks without an input side are exact, :meth:`Rule.jacobians` and the gradient of :meth:`Rule.vjp` too. The rows
-of some data points are those of each alone. Of a gradient that is zero but at one output, one position's rows make the parameter's
-gradient: where rows are parallel to it, their size must be its. What is no such product, as an approximation of a user's own, is believed.
+A rule's gradients at the input and Jacobians of single data points are autograd's. Jacobians are made of rows, unless the class has
+``jacobians`` of its own or adds to moments. Of those, blocks without an input side are exact, and the rows of some data points are those of
+each alone. Where products of the two sides' rows are parallel to gradients, their size must be theirs; others are believed, as
+approximations of a user's own.
 
 A likelihood's methods are compared with derivatives of its ``log_prob``.
 """
@@ -16,7 +17,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ella_cuda.laplace.rules.base import Rule
 
 POINTS = 3  # data points of a likelihood
-RULE_POINTS, PROBES = 5, 3  # data points of a rule, and outputs whose gradients are tried one by one
+RULE_POINTS = 5  # data points of a rule
 TOLERANCE = 1e-3  # relative
 PARALLEL = 1 - 1e-6
 ENTRIES = 64  # of a data point's outputs that have their Hessian compared
@@ -43,27 +43,19 @@ COLUMNS_BYTES = 16 << 20
 STEP, NOISE = 1e-5, 1e-8  # of differences of gradients, relative: torch lacks second derivatives of some functions
 
 
-def is_own(kind: type) -> bool:
-    """Whether a class is the package's."""
-    return kind.__module__.partition(".")[0] == "ella_cuda"
-
-
-def owner_of(kind: type, method: str) -> type:
-    """The class that defines the method."""
-    return next(c for c in kind.__mro__ if method in vars(c))
+def is_own(kind: type, method: str | None = None) -> bool:
+    """Whether a class, or the one that defines its method, is the package's."""
+    owner = kind if method is None else next(c for c in kind.__mro__ if method in vars(c))
+    return owner.__module__.partition(".")[0] == "ella_cuda"
 
 
 def check_rules(model: nn.Module, rules: Sequence[Rule], x: Inputs, places: Mapping[Rule, Sequence[Place]]) -> None:
-    """Compare the rules that are not the package's with autograd, at their layers' first calls.
+    """Compare the rules that are not the package's with autograd, at their layers' first calls; ValueError, with the class and the method,
+    where one contradicts autograd, or changes what it gets.
 
     Args:
         model: in evaluation mode, without hooks of a fit.
-        rules: of its layers.
-        x: a batch of at least one data point.
-        places: of the images in the layers' calls.
-
-    Raises:
-        ValueError: a rule contradicts autograd, or changes what it gets; names the class and the method.
+        x: a batch of at least one data point. places: of these in the layers' calls.
     """
     foreign = {r.module: r for r in rules if r in places and not is_own(type(r)) and r.trainable}
     foreign = {module: rule for module, rule in foreign.items() if not rule.inner_modules()}
@@ -93,16 +85,8 @@ def check_rules(model: nn.Module, rules: Sequence[Rule], x: Inputs, places: Mapp
 
 
 def check_likelihood(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> None:
-    """Compare a likelihood that is not the package's with what :class:`Likelihood` says of its methods.
-
-    Args:
-        likelihood: that has checked these data points.
-        outputs: of a few data points, ``(N, ...)``.
-        targets: of them.
-
-    Raises:
-        ValueError: a method contradicts ``log_prob``, or changes what it gets; names the class and the method.
-    """
+    """Compare a likelihood that is not the package's with what :class:`Likelihood` says of its methods, at outputs ``(N, ...)`` and targets
+    of a few data points; ValueError, with the class and the method, where one contradicts ``log_prob``, or changes what it gets."""
     if not is_own(type(likelihood)) and len(outputs) and outputs.isfinite().all():
         _LikelihoodCheck(likelihood, outputs.detach(), targets).run()
 
@@ -146,21 +130,20 @@ class _RuleCheck(_Check):
         self.rule, self.arguments, self.out = rule, arguments, out
         self.names, self.shapes = list(rule.trainable), rule.shapes()
         self.generator = torch.Generator("cpu").manual_seed(0)
+        self.of_rows = not adds(type(rule)) and is_own(type(rule), "jacobians")
 
     def run(self) -> None:
         count = len(self.out)
         gradient = self._drawn(2, *self.out.shape)
         exact, together = self._exact(self.arguments, gradient), self._shown(self.arguments, gradient)
-        if exact is None or together is None:
+        if exact is None or together is None or self.of_rows:
             return
         singles = [self._shown(self._only(n), gradient[:, n : n + 1]) for n in range(count)]
         for side, rows in together.items() if None not in singles else ():
             for name, whole in rows.items():
                 alone = [single[side][name] for single in singles if name in single[side]]
-                words = (
-                    f"the rows that it adds for {name!r} of {count} data points are not those of each data point alone"
-                )
                 if len(alone) == count:
+                    words = f"the rows that it adds for {name!r} of {count} data points are not those of each one alone"
                     self._compare_sums(f"{side}s", whole, alone, words)
         for name, rows in together["output"].items():
             shape = self.shapes[name]
@@ -168,8 +151,11 @@ class _RuleCheck(_Check):
                 its = exact[name].flatten(0, 1).flatten(1).double()[:, None]  # (K N, 1, b)
                 words = f"the outer products of the rows that it adds for {name!r} are not those of its gradients, the block being exact"
                 self._compare_sums("outputs", rows, [its], words)
-        for i in range(PROBES):
-            self._probe(i % count)
+        for name, rows in together["input"].items():
+            shape = self.shapes[name]
+            plain = shape.groups == shape.output_groups and shape.input_basis is None and shape.output_basis is None
+            if plain and name in together["output"]:
+                self._compare_size(name, rows, together["output"][name], exact[name].double())
 
     def _compare_sums(self, method: str, rows: Tensor, others: Sequence[Tensor], words: str) -> None:
         """Compare sums of outer products of rows ``(R, G, d)`` by their products with random vectors."""
@@ -179,56 +165,23 @@ class _RuleCheck(_Check):
         )
         self.compare(method, found, sum(expected), words)
 
-    def _probe(self, n: int) -> None:
-        """Compare the gradient at one output of a data point."""
-        unit = torch.zeros_like(self.out[n : n + 1])[None]
-        unit.view(-1)[int(torch.randint(unit.numel(), (), generator=self.generator, device="cpu"))] = 1
-        only = self._only(n)
-        found, exact = self._shown(only, unit), self._exact(only, unit)
-        if found is None or exact is None:
+    def _compare_size(self, name: str, inputs: Tensor, outputs: Tensor, exact: Tensor) -> None:
+        """Compare the size of products of rows ``(N T, G, a)`` and ``(K N T, G, b)`` with gradients ``(K, N, G, a, b)``, where these are
+        parallel; B is the mean over positions."""
+        columns, n = exact.shape[:2]
+        positions = len(inputs) // n
+        if len(inputs) % n or len(outputs) != columns * len(inputs) or not exact.any():
             return
-        for name in self.names:
-            shape = self.shapes[name]
-            plain = not shape.constant_input and shape.input_basis is None and shape.output_basis is None
-            if plain and name in found["input"] and name in found["output"]:
-                self._compare_position(
-                    name, only, found["input"][name], found["output"][name], exact[name][0, 0].double()
-                )
-
-    def _compare_position(self, name: str, only: list[Any], inputs: Tensor, outputs: Tensor, m: Tensor) -> None:
-        """Compare rows ``(R, G, a)`` and ``(S, G, b)`` with a gradient ``(G, a, b)``, where one position has one."""
-        shape, there = self.shapes[name], outputs.flatten(1).any(1)
-        in_groups = inputs.shape[1] == outputs.shape[1] == shape.groups == shape.output_groups
-        if not in_groups or int(there.sum()) != 1 or not m.any():
-            return
-        row = outputs[there][0] * len(outputs) ** 0.5  # B is the mean over positions
-        inner = torch.einsum("rga,gab,gb->r", inputs, m, row).abs()
-        sizes = torch.einsum("rg,g->r", inputs.square().sum(2), row.square().sum(1)).sqrt()
-        norm = m.norm()
-        ratios = (sizes / norm)[(inner >= PARALLEL * sizes * norm) & (sizes > 0)]
-        words = f"for {name!r}, the product of a position's input row and output row"
-        if len(ratios):
-            ratio = ratios[(ratios - 1).abs().argmin()].item()
-            if abs(ratio - 1) > TOLERANCE:
-                raise self.error(
-                    "inputs and outputs",
-                    f"{words} is {ratio:.4g} times the parameter's gradient, expected 1: a weight of the rows is wrong. A is the sum of "
-                    "the outer products over positions, B their mean",
-                )
-        elif len(inputs) == len(outputs) == 1 and self._has_one_position(name, only):
-            gap = 1 - (inner / (sizes * norm)).nan_to_num().item()
+        a, g = inputs.unflatten(0, (n, positions)), outputs.unflatten(0, (columns, n, positions))
+        found = torch.einsum("ntgi,kntgj->kngij", a, g) * positions**0.5
+        inner, norm = (found * exact).sum(), exact.norm()
+        ratio = (inner / norm.square()).item()
+        if inner.abs() >= PARALLEL * found.norm() * norm and abs(ratio - 1) > TOLERANCE:
             raise self.error(
-                "inputs and outputs", f"{words} is not the parameter's gradient: relative difference {gap:.2g}"
+                "inputs and outputs",
+                f"for {name!r}, the products of positions' input rows and output rows are {ratio:.4g} times the parameter's gradients, "
+                "expected 1: a weight of the rows is wrong. A is the sum of the outer products over positions, B their mean",
             )
-
-    def _has_one_position(self, name: str, only: list[Any]) -> bool:
-        """Whether gradients of a data point in a parameter are outer products."""
-        exact = self._exact(only, self._drawn(1, 1, *self.out.shape[1:]))
-        if exact is None:
-            return False
-        m = exact[name][0, 0].double()
-        one, other = ((m @ self._drawn(m.shape[2]).double()) for _ in range(2))  # (G, a)
-        return bool((F.cosine_similarity(one, other, eps=0).abs().nan_to_num(1) >= PARALLEL).all())
 
     def _shown(self, arguments: list[Any], gradient: Tensor) -> dict[str, dict[str, Tensor]] | None:
         """The rows ``(R, G, d)`` of both sides, by parameter, those of B times the roots of their weights, but for rows that are not written
@@ -253,12 +206,13 @@ class _RuleCheck(_Check):
         if pulled is not None and arguments[0].is_floating_point():
             expected = self._pulled(arguments, gradient)
             self.compare("vjp", pulled, expected, "it does not return the gradient at the input")
-        if not is_own(owner_of(type(rule), "jacobians")):
-            found = self.unchanged("jacobians", rule.jacobians, arguments, gradient)
-            exact = self._exact(arguments, gradient)
-            for name, jacobian in found.items() if exact is not None else ():
-                words = f"they are not the gradients of single data points in {name!r}"
-                self.compare("jacobians", jacobian.dense(self.shapes[name].groups), exact[name], words)
+        if self.of_rows or not is_own(type(rule), "jacobians"):
+            method, exact = "inputs and outputs" if self.of_rows else "jacobians", self._exact(arguments, gradient)
+            with suppress(NotImplementedError):  # of rows that are not written out
+                found = self.unchanged(method, rule.jacobians, arguments, gradient)
+                for name, jacobian in found.items() if exact is not None else ():
+                    words = f"they are not the gradients of single data points in {name!r}"
+                    self.compare(method, jacobian.dense(self.shapes[name].groups), exact[name], words)
         return {"input": self._written(inputs, False), "output": self._written(outputs, True)}
 
     def _written(self, rows: Mapping[str, Rows], outputs: bool) -> dict[str, Tensor]:
@@ -328,11 +282,9 @@ class _LikelihoodCheck(_Check):
         self.compare("log_prob", total, sum(singles), "its sum over data points is not that of each data point alone")
         slope = self._slope(self.f)
         self._check_hessian(slope)
-        if not is_own(owner_of(self.kind, "loss")):
+        if not is_own(self.kind, "loss"):
             self._check_loss(slope)
-        if self.likelihood.has_noise or not all(
-            is_own(owner_of(self.kind, m)) for m in ("statistic", "log_likelihood")
-        ):
+        if self.likelihood.has_noise or not all(is_own(self.kind, m) for m in ("statistic", "log_likelihood")):
             self._check_log_likelihood(total, singles)
 
     def _slope(self, f: Tensor) -> Tensor:
@@ -349,9 +301,9 @@ class _LikelihoodCheck(_Check):
 
     def _check_hessian(self, slope: Tensor) -> None:
         """Compare some entries with the Hessian of ``-log_prob``, data points being independent."""
-        entries = self._entries(self.f[0].numel())
+        entries = torch.arange(min(self.f[0].numel(), ENTRIES), device=self.f.device)
         independent, method = isinstance(self.likelihood, IndependentLikelihood), "columns"
-        if independent and owner_of(self.kind, "columns") is IndependentLikelihood:
+        if independent and self.kind.columns is IndependentLikelihood.columns:
             method, second = "second_derivative", self._called("second_derivative", self.f, self.wide)
             if second.shape != self.f.shape:
                 raise self.error(
@@ -374,12 +326,6 @@ class _LikelihoodCheck(_Check):
                 "it is not the Hessian of -log_prob in the outputs, zero where that is negative: relative difference "
                 f"{gaps.amax() / size:.2g}, expected at most {self.tolerance:g}",
             )
-
-    def _entries(self, count: int) -> Tensor:
-        """Entries of a data point's outputs, the first ones, which lie together, and some others, in order."""
-        others = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-        first = torch.arange(min(count, ENTRIES // 2), device="cpu")
-        return torch.cat([first, others[: ENTRIES // 2]]).unique().to(self.f.device)
 
     def _hessian(self, entries: Tensor) -> Tensor:
         """The Hessian of ``-log_prob`` in the entries, ``(N, E, E)``, by differences of gradients."""

@@ -41,13 +41,13 @@ Chunk = tuple[Inputs, float]  # data points with some of their copies, and the s
 
 
 def augment_of(model: nn.Module) -> Augment | None:
-    """What draws the copies that the model averages over; None of other models, and where copies are not drawn."""
+    """The augmentation that draws the copies that the model averages over; None of other models, and where copies are not drawn."""
     augment = model.augment if isinstance(model, AveragedFunction) else None
     return augment if isinstance(augment, Augment) else None
 
 
 def copies_of(model: nn.Module) -> int:
-    """S: how many copies of each data point the model averages over."""
+    """The number S of copies of each data point that the model averages over."""
     if not isinstance(model, AveragedFunction):
         return 1
     count = getattr(model.augment, "n_samples", None)
@@ -83,11 +83,7 @@ def require_copies(model: nn.Module, x: Inputs) -> None:
 
 
 def require_served(model: nn.Module, rules: Sequence[Rule]) -> None:
-    """Tell rules how many copies their layers see.
-
-    Raises:
-        ValueError: a part of the model averages over copies, which is not all of it; a rule cannot follow.
-    """
+    """Tell rules how many copies their layers see; ValueError where a part of the model averages over copies, or a rule cannot follow."""
     inside = [name for name, m in model.named_modules() if name and isinstance(m, AveragedFunction)]
     compiled = [name for name in inside if name.rpartition(".")[2] == "_orig_mod"]
     if compiled:
@@ -137,15 +133,8 @@ def has_chunks(model: nn.Module, x: Inputs) -> bool:
     """Whether some of the copies of these inputs can go through the model alone, and its outputs of all are their mean."""
     if augment_of(model) is None or not is_plain_average(model) or not isinstance(x, tuple) or len(x) != 2:
         return False
-    eps = x[1]
-    if (
-        not isinstance(x[0], Tensor)
-        or not isinstance(eps, Tensor)
-        or eps.dim() < 2
-        or not 1 < eps.shape[1] == copies_of(model)
-    ):
-        return False
-    return _is_made_alone(model, x[0][:1], eps[:1, :PROBED])
+    drawn = all(isinstance(t, Tensor) for t in x) and x[1].dim() > 1 and 1 < x[1].shape[1] == copies_of(model)
+    return drawn and _is_made_alone(model, x[0][:1], x[1][:1, :PROBED])
 
 
 @torch.no_grad()
@@ -178,12 +167,8 @@ def chunks_of(x: tuple[Tensor, Tensor], most: int) -> list[Chunk]:
 
 
 def copies_together(model: nn.Module, x: Inputs, room: int, image_bytes: int) -> int:
-    """How many copies of each of these data points go through the network together.
-
-    Args:
-        room: bytes that may be kept.
-        image_bytes: that are kept of all copies of a data point.
-    """
+    """The number of copies of each of these data points that go through the network together in ``room`` bytes, where all copies of a data
+    point keep ``image_bytes``."""
     copies, count = copies_of(model), max(data_points(x), 1)
     if copies * count <= FEW or image_bytes * count <= room or not has_chunks(model, x):
         return copies

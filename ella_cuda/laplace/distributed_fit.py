@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,6 @@ from ella_cuda.laplace.batches import pair_of, require_loader, tensors_of
 from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.evidence import DataFitGradient
 from ella_cuda.laplace.parameters import uneven_sum
-from ella_cuda.laplace.state import separate_outputs
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule
@@ -38,8 +36,7 @@ class FitSums:
     """The sums of a fit beside the curvature.
 
     Attributes:
-        anew: whether nothing is added to.
-        n_data: of the fit that is added to. seen: data points of the pass.
+        anew: whether nothing is added to. n_data: of the fit that is added to. seen: data points of the pass.
         n_targets, statistic: of both.
         batch: x and y, the last one; y is None before the first.
         calls: of every layer with a rule. gradients: of the pass' statistic in buffers.
@@ -59,48 +56,23 @@ class FitSums:
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-class _Opened:
-    """A loader of which one pass has begun: its first batch is known."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader, self._rest = loader, iter(loader)
-        self._first = list(islice(self._rest, 1))
-
-    @property
-    def first(self) -> Any:
-        return self._first[0] if self._first else None
-
-    def __iter__(self) -> Iterator[Any]:
-        while self._first:
-            yield self._first.pop()
-        yield from self._rest
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-
 def accumulate_together(
-    la: Any,
-    loader: Iterable[Any],
-    override: bool,
-    progress_bar: bool,
-    generator: torch.Generator | None,
-    group: Any,
+    la: Any, loader: Iterable[Any], override: bool, progress_bar: bool, generator: torch.Generator | None, group: Any
 ) -> None:
     """The pass over the data of a fit of a group; see :meth:`ella_cuda.laplace.KronLaplace.fit`."""
     ranks = Ranks(group, "fit")
-    sums, opened, facts, error = None, None, {}, None
+    sums, facts, error = None, {}, None
     try:
         require_loader(loader, "fit: loader")
         require_whole(loader, ranks.size, "fit: loader")
         sums = la._begin(loader, override)
-        opened = _Opened(loader)
-        facts = _facts_before(la, sums, loader, opened, generator)
+        facts = _facts_before(la, sums, loader, generator)
     except Exception as raised:
         error = raised
     try:
         headers = ranks.agree(error, **facts)
-        _require_alike(ranks, headers)
+        ranks.require_same_facts([one["settings"] for one in headers], "Pass all ranks the same arguments.")
+        _require_same_values(ranks, [one["values"] for one in headers])
         if not ranks.is_first and not sums.anew:
             _drop_before(la, sums)
         generator_of = None
@@ -108,15 +80,16 @@ def accumulate_together(
             device = next(la.model.parameters()).device if generator is None else generator.device
             generator_of = _generators(headers[0]["seed"], ranks, device)
         try:
-            la._pass_over(sums, opened, progress_bar and ranks.is_first, generator, generator_of=generator_of)
+            la._pass_over(sums, loader, progress_bar and ranks.is_first, generator, generator_of=generator_of)
             la._check_finite(sums.statistic)
-            facts = _facts_after(la, sums)
+            facts = _facts_after(la, sums, loader)
         except Exception as raised:
             error = raised
         after = ranks.agree(error, **facts)
-        _require_counted_once(ranks, headers, after)
-        separate_outputs(la._rules, {name for header in after for name in header["apart"]})
-        ranks.require_same([one["layout"] for one in after], "factors", "Give all ranks the same model and settings.")
+        require_one_plan(ranks, [one["plan"] for one in after])
+        _require_counted_once(ranks, [one["loader"] for one in headers], after)
+        for rule in la._rules:
+            rule.separate_outputs({name for header in after for name in header["apart"]})
         calls = [sum(numbers) for numbers in zip(*(one["calls"] for one in after), strict=True)]
         sums.calls = dict(zip(sums.calls, calls, strict=True))
         sums.n_data = headers[0]["n_data"]
@@ -137,9 +110,7 @@ def accumulate_together(
 # what ranks tell each other -------------------------------------------------------------------------------------------
 
 
-def _facts_before(
-    la: Any, sums: FitSums, loader: Any, opened: _Opened, generator: torch.Generator | None
-) -> dict[str, Any]:
+def _facts_before(la: Any, sums: FitSums, loader: Any, generator: torch.Generator | None) -> dict[str, Any]:
     if la.fitted_model.draws is None and augment_of(la.model) is not None:
         raise ValueError(
             "fit: with a group the copies of all data points must be of the same draws, which all ranks have, but the augmentation draws for "
@@ -165,13 +136,7 @@ def _facts_before(
         },
         "n_data": sums.n_data,
         "seed": int(torch.randint(2**62, (), generator=generator, device=device)) if la.fisher == "mc" else 0,
-        "loader": {
-            "size": dataset_size(loader),
-            "sharded": isinstance(loader, Shard),
-            "data": _data_of(loader),
-            "first": _first_batch(la, opened.first),
-            "plan": plan_of(la, loader, "fit"),
-        },
+        "loader": {"size": dataset_size(loader), "sharded": isinstance(loader, Shard), "data": _data_of(loader)},
     }
 
 
@@ -203,33 +168,27 @@ def agree_on_gradient(ranks: Ranks, la: Any, plan: str | None, **settings: Any) 
     require_one_plan(ranks, [one["plan"] for one in headers])
 
 
-def _facts_after(la: Any, sums: FitSums) -> dict[str, Any]:
+def _facts_after(la: Any, sums: FitSums, loader: Any) -> dict[str, Any]:
     shape = la.fitted_model.inputs_shape
-    layout = [
-        [rule.full_name(name), [None if m is None else list(m.total.shape) for m in (f.input_moment, f.output_moment)]]
-        for rule in la._rules
-        for name, f in rule.factors.items()
-    ]
     return {
         "seen": sums.seen,
+        "plan": plan_of(la, loader, "fit"),
+        "last": _digest(*sums.batch),
         "calls": list(sums.calls.values()),
         "apart": _apart(la._rules),
-        "layout": layout_hash(layout),
         "of_data": {"n_outputs": la.n_outputs, "shape": None if shape is None else list(shape)},
     }
 
 
-def _first_batch(la: Any, batch: Any, where: str = "fit") -> str | None:
-    """A digest of the first batch; None of one without data."""
-    if batch is None:
-        return None
-    x, y = pair_of(batch, where, la.fitted_model.keys)
-    return tensors_digest(*tensors_of(x), y) if len(y) else None
+def _digest(x: Any, y: Tensor | None) -> str | None:
+    """A digest of a batch; None of none, and of one without data."""
+    return None if y is None or not len(y) else tensors_digest(*tensors_of(x), y)
 
 
 def plan_of(la: Any, loader: Any, where: str) -> str | None:
     """A digest of the first of all ranks' batches, in the pass over a :class:`Shard` that has begun; None of other loaders."""
-    return _first_batch(la, loader.taken_first(), where) if isinstance(loader, Shard) else None
+    first = loader.taken_first() if isinstance(loader, Shard) else None
+    return None if first is None else _digest(*pair_of(first, where, la.fitted_model.keys))
 
 
 def require_one_plan(ranks: Ranks, plans: Sequence[str | None]) -> None:
@@ -259,36 +218,18 @@ def _data_of(loader: Any) -> str | None:
     return tensors_digest(*tensors) if tensors else None
 
 
-def _require_alike(ranks: Ranks, headers: Sequence[dict[str, Any]]) -> None:
-    """ValueError where ranks are about to sum what is not of one model, or the same data."""
-    ranks.require_same_facts([one["settings"] for one in headers], "Pass all ranks the same arguments.")
-    _require_same_values(ranks, [one["values"] for one in headers])
-    require_one_plan(ranks, [one["loader"]["plan"] for one in headers])
-    firsts = [one["loader"]["first"] for one in headers]
-    again = [rank for rank, first in enumerate(firsts) if first is not None and first in firsts[:rank]]
-    if again:
-        size = headers[again[0]]["loader"]["size"]
-        numbers = (
-            ""
-            if size is None
-            else f": {ranks.size} times {size} would count as {ranks.size * size} of {size} data points"
-        )
-        raise ValueError(
-            f"fit: loader must yield every batch on one rank alone, but rank {again[0]} of {ranks.size} begins with the batch that rank "
-            f"{firsts.index(firsts[again[0]])} begins with{numbers}. Pass ella_cuda.distributed.shard(loader, group)."
-        )
-
-
-def _require_counted_once(ranks: Ranks, headers: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> None:
-    """ValueError where loaders of one data set yielded more data points together than it has."""
-    loaders = [one["loader"] for one in headers]
-    size, seen = loaders[0]["size"], sum(one["seen"] for one in after)
+def _require_counted_once(ranks: Ranks, loaders: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> None:
+    """ValueError where two ranks had the same last batch, or loaders of one data set yielded more data points together than it has."""
+    size, seen, last = loaders[0]["size"], sum(one["seen"] for one in after), [one["last"] for one in after]
+    again = any(batch is not None and batch in last[:rank] for rank, batch in enumerate(last))
     alike = all(one["size"] == size and one["data"] == loaders[0]["data"] for one in loaders)
-    if size is not None and alike and ranks.size > 1 and not any(one["sharded"] for one in loaders) and seen > size:
+    whole = size is not None and alike and ranks.size > 1 and not any(one["sharded"] for one in loaders)
+    if again or (whole and seen > size):
+        of = "" if size is None else f" of the data set's {size}"
         raise ValueError(
-            f"fit: loader must yield every batch on one rank alone, but the {ranks.size} ranks saw {seen} data points of the data set's "
-            f"{size}: the whole loader on every rank? Pass ella_cuda.distributed.shard(loader, group). Data sets of a rank's own are told "
-            "apart by their first example, or by an attribute data_digest of the loader."
+            f"fit: loader must yield every batch on one rank alone, but the {ranks.size} ranks saw {seen} data points{of}: the whole loader "
+            "on every rank? Pass ella_cuda.distributed.shard(loader, group). Data sets of a rank's own are told apart by their first "
+            "example, or by an attribute data_digest of the loader."
         )
 
 
@@ -353,9 +294,5 @@ def _sum(la: Any, ranks: Ranks, sums: FitSums) -> None:
 
 def _generators(seed: int, ranks: Ranks, device: torch.device) -> Callable[[int], torch.Generator]:
     """A generator for each of this rank's batches, which follows from the batch's number among all ranks' alone."""
-
-    def of(number: int) -> torch.Generator:
-        among_all = number * ranks.size + ranks.rank
-        return torch.Generator(device).manual_seed((seed + STEP * among_all) % 2**63)
-
-    return of
+    begin, step = seed + STEP * ranks.rank, STEP * ranks.size
+    return lambda number: torch.Generator(device).manual_seed((begin + step * number) % 2**63)

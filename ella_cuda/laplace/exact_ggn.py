@@ -15,13 +15,12 @@ from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
 from ella_cuda.laplace.batches import Inputs
 from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.evidence import DataFitGradient
-from ella_cuda.laplace.factors import FactorShape, Jacobian
+from ella_cuda.laplace.factors import FactorShape, Jacobian, checked_tensor
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.parameters import check_choice, checked_names, is_inside, trainable
 from ella_cuda.laplace.posterior import Contraction, Posterior
-from ella_cuda.laplace.state import checked_tensor, require_moment
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import without_autocast
@@ -37,38 +36,33 @@ class Layout:
     """The places of the elements that have a posterior among all elements, flattened one after the other.
 
     Attributes:
-        shapes: of the factors that Jacobians come in, by parameter name, in order.
-        indices: of the elements, int64 ``(S,)``; None is all.
-        counts: how many elements of each parameter have a posterior.
-        count: S. n_params: how many elements there are.
+        counts: of the elements of each parameter. count: S, of all.
+        n_params: how many elements there are, with a posterior or without.
         where: by parameter name, the slice of the S elements that are the parameter's.
 
     Args:
-        shapes, indices: as above.
-
-    Raises:
-        ValueError: the indices are none.
+        shapes: of the factors that Jacobians come in, by parameter name, in order.
+        indices: of the elements, ascending, int64 ``(S,)``; None is all.
     """
 
     def __init__(self, shapes: Mapping[str, FactorShape], indices: Tensor | None = None) -> None:
-        self.shapes = dict(shapes)
+        self.shapes, self.indices = dict(shapes), indices
         sizes = [shape.numel for shape in self.shapes.values()]
         self.n_params = sum(sizes)
-        self.indices = None if indices is None else checked_indices(indices, self.n_params)
-        self.counts, self._local = sizes, {}
-        if self.indices is not None:
-            starts = itertools.accumulate(sizes, initial=0)
-            for name, start, size in zip(self.shapes, starts, sizes, strict=False):
-                inside = (self.indices >= start) & (self.indices < start + size)
-                self._local[name] = self.indices[inside] - start
-            self.counts = [len(local) for local in self._local.values()]
+        chosen = [None] * len(sizes)  # of each parameter
+        if indices is not None:
+            mask = torch.zeros(self.n_params, dtype=torch.bool, device=indices.device).index_fill_(0, indices, True)
+            chosen = [part.nonzero().flatten() for part in mask.split(sizes)]
+        self._chosen = dict(zip(self.shapes, chosen, strict=True))
+        self.counts = [size if some is None else len(some) for size, some in zip(sizes, chosen, strict=True)]
         ends = list(itertools.accumulate(self.counts))
         self.count = ends[-1]
         self.where = {n: slice(e - c, e) for n, e, c in zip(self.shapes, ends, self.counts, strict=True)}
 
     def selected(self, name: str, values: Tensor) -> Tensor:
         """The values of a parameter ``(..., numel)`` whose elements have a posterior."""
-        return values if self.indices is None else values[..., self._local[name].to(values.device)]
+        chosen = self._chosen[name]
+        return values if chosen is None else values[..., chosen.to(values.device)]
 
     def rows(self, name: str, jacobian: Jacobian) -> Tensor:
         """A Jacobian in the parameter's elements that have a posterior, ``(K, N, count)``."""
@@ -96,27 +90,8 @@ class Layout:
         return whole
 
 
-def checked_indices(indices: Tensor, n_params: int) -> Tensor:
-    """The indices; ValueError where they are no ascending indices of so many parameters."""
-    if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() != 1 or not len(indices):
-        got = f"{tuple(indices.shape)} {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
-        raise ValueError(f"subnetwork_indices: expected an int64 tensor (S,) with S > 0, got {got}.")
-    in_order = (indices[1:] > indices[:-1]).all()
-    if not in_order or indices[0] < 0 or indices[-1] >= n_params:
-        raise ValueError(
-            f"subnetwork_indices: expected ascending indices, each once, below the {n_params} trainable parameters, got "
-            f"{indices.min().item()} to {indices.max().item()}{'' if in_order else ', not in order'}."
-        )
-    return indices
-
-
 class _OfElements(Posterior):
-    """A posterior of the elements of a layout.
-
-    Args:
-        precision: its matrix, ``(S, S)``, or diagonal, ``(S,)``, float64.
-        layout: of the elements. dtype: of samples.
-    """
+    """A posterior of a layout's elements, of a precision ``(S, S)``, or its diagonal ``(S,)``, float64; samples are of ``dtype``."""
 
     def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
         self.precision, self.layout, self.dtype = precision, layout, dtype
@@ -133,20 +108,13 @@ class _OfElements(Posterior):
     @staticmethod
     def _add(variance: Tensor, white: Tensor, joint: bool) -> None:
         """Add the products of rows ``(K, N, S)`` times a square root of the covariance."""
-        rows = white.transpose(0, 1)
-        if joint:
-            rows = rows.flatten(0, 1)
-        variance.add_(
-            rows.square().sum(2, dtype=torch.float64) if variance.dim() == 2 and not joint else rows @ rows.mT
-        )
+        rows = white.transpose(0, 1).flatten(0, 1) if joint else white.transpose(0, 1)
+        alone = variance.dim() == 2 and not joint
+        variance.add_(rows.square().sum(2, dtype=torch.float64) if alone else rows @ rows.mT)
 
 
 class FullPosterior(_OfElements):
-    """A precision that is a matrix.
-
-    Raises:
-        torch.linalg.LinAlgError: it is not positive definite.
-    """
+    """A posterior of a matrix; torch.linalg.LinAlgError where it is not positive definite."""
 
     def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
         super().__init__(precision, layout, dtype)
@@ -191,7 +159,7 @@ class FullPosterior(_OfElements):
 
 
 class DiagonalPosterior(_OfElements):
-    """A precision that is a diagonal: contractions keep nothing of all parameters."""
+    """A posterior of a diagonal, whose contractions keep nothing of all parameters."""
 
     def logdet(self) -> Tensor:
         return self.precision.log().sum()
@@ -216,35 +184,30 @@ class DiagonalPosterior(_OfElements):
 
 
 class _Curvature(JacobianConsumer, ABC):
-    """The sum over the data of ``J^T S S^T J`` at sigma = 1, of some elements of the parameters.
-
-    Attributes:
-        total: the sum.
-        most_rank: the number of outputs of all data, which bounds the sum's rank; None before a fit.
-    """
+    """The sum ``total`` over the data of ``J^T S S^T J`` at sigma = 1, of a layout's elements. ``most_rank``, after a fit, is the number of
+    outputs of all data, which bounds the sum's rank."""
 
     total: Tensor
     most_rank: int | None = None
 
     @abstractmethod
     def log_det_ratio(self, prior: Tensor, scale: Tensor) -> Tensor:
-        """``log|scale H + prior| - log|prior|``, prior one value per element, differentiable in both."""
+        """``log|scale H + prior| - log|prior|``, of a prior precision for each element, differentiable in both."""
 
     @abstractmethod
     def shares(self, prior: Tensor, scale: Tensor) -> Tensor:
-        """How far the data determine each element: ``1 - prior ((scale H + prior)^-1)_ii``."""
+        """The share of each element that the data determine: ``1 - prior ((scale H + prior)^-1)_ii``."""
 
     @abstractmethod
     def posterior(self, prior: Tensor, scale: Tensor, dtype: torch.dtype) -> Posterior:
-        """At these."""
+        """The posterior at these."""
 
 
 class _Full(_Curvature):
     """All of the matrix, ``(S, S)``, float64."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout = layout
-        size = layout.count
+        self.layout, size = layout, layout.count
         self.row_bytes = size * 8
         needed, available = 2 * 8 * size**2, available_bytes(device)
         if available is not None and needed > available:
@@ -267,10 +230,8 @@ class _Full(_Curvature):
         del self._rows
 
     def _low_rank(self) -> Tensor | None:
-        """R, ``(r, S)``, whose ``R^T R`` is the matrix, where its rank is at most half of its size; None elsewhere.
-
-        Eigenvalues below the rounding errors of the largest are zeros.
-        """
+        """R, ``(r, S)``, whose ``R^T R`` is the matrix, where its rank is at most half of its size; None elsewhere. Eigenvalues below the
+        rounding errors of the largest are zeros."""
         size = len(self.total)
         if self.most_rank is None or 2 * self.most_rank > size:
             return None
@@ -283,20 +244,22 @@ class _Full(_Curvature):
     def log_det_ratio(self, prior: Tensor, scale: Tensor) -> Tensor:
         root, low = prior.rsqrt(), self._low_rank()
         inner = root[:, None] * self.total * root if low is None else low * root @ (low * root).t()
-        unit = torch.eye(len(inner), dtype=prior.dtype, device=prior.device)
-        return 2 * torch.linalg.cholesky(unit + scale * inner).diagonal().log().sum()
+        return 2 * _of_unit(scale * inner).diagonal().log().sum()
 
     def shares(self, prior: Tensor, scale: Tensor) -> Tensor:
         if (low := self._low_rank()) is not None:  # by Woodbury's identity
             rows = low * (scale / prior).sqrt()
-            unit = torch.eye(len(rows), dtype=prior.dtype, device=prior.device)
-            factor = torch.linalg.cholesky(unit + rows @ rows.t())
-            return torch.linalg.solve_triangular(factor, rows, upper=False).square().sum(0)
+            return torch.linalg.solve_triangular(_of_unit(rows @ rows.t()), rows, upper=False).square().sum(0)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(scale * self.total + prior.diag()))
         return 1 - prior * inverse.diagonal()
 
     def posterior(self, prior: Tensor, scale: Tensor, dtype: torch.dtype) -> FullPosterior:
         return FullPosterior(scale * self.total + prior.diag(), self.layout, dtype)
+
+
+def _of_unit(matrix: Tensor) -> Tensor:
+    """The Cholesky factor of the matrix and the unit matrix."""
+    return torch.linalg.cholesky(matrix + torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))
 
 
 class _Diagonal(_Curvature):
@@ -319,6 +282,19 @@ class _Diagonal(_Curvature):
 
     def posterior(self, prior: Tensor, scale: Tensor, dtype: torch.dtype) -> DiagonalPosterior:
         return DiagonalPosterior(scale * self.total + prior, self.layout, dtype)
+
+
+def _require_indices(indices: Tensor, n_params: int) -> None:
+    """ValueError where these are no ascending indices of so many parameters."""
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() != 1 or not len(indices):
+        got = f"{tuple(indices.shape)} {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"subnetwork_indices: expected an int64 tensor (S,) with S > 0, got {got}.")
+    in_order = (indices[1:] > indices[:-1]).all()
+    if not in_order or indices[0] < 0 or indices[-1] >= n_params:
+        raise ValueError(
+            f"subnetwork_indices: expected ascending indices, each once, below the {n_params} trainable parameters, got "
+            f"{indices.min().item()} to {indices.max().item()}{'' if in_order else ', not in order'}."
+        )
 
 
 class UnfactoredLaplace(BaseLaplace):
@@ -368,17 +344,14 @@ class UnfactoredLaplace(BaseLaplace):
             self.free_elements = self._layout.spread(self.fitted_model.zero.new_ones(self._layout.count))
 
     def _among_served(self, indices: Tensor | None) -> Tensor | None:
-        """Indices among all trainable parameters as indices among those of ``parameter_names``.
-
-        Raises:
-            ValueError: they are none, or one is of a parameter that has no posterior.
-        """
+        """Indices among all trainable parameters as indices among those of ``parameter_names``; ValueError where they are none, or one is of
+        a parameter that has no posterior."""
         if indices is None:
             return None
         parameters = trainable(self.model)
         sizes = [p.numel() for p in parameters.values()]
-        chosen = torch.zeros(sum(sizes), dtype=torch.bool, device="cpu")
-        chosen[checked_indices(indices, sum(sizes)).cpu()] = True
+        _require_indices(indices, sum(sizes))
+        chosen = torch.zeros(sum(sizes), dtype=torch.bool, device="cpu").index_fill_(0, indices.cpu(), True)
         parts = dict(zip(parameters, chosen.split(sizes), strict=True))
         if wrong := [name for name, part in parts.items() if part.any() and name not in self.parameter_names]:
             raise ValueError(
@@ -462,22 +435,17 @@ class UnfactoredLaplace(BaseLaplace):
         return self._curvature.posterior(self._elementwise(precision), scale, self.fitted_model.dtype)
 
     def _curvature_state(self) -> dict[str, Any]:
-        return {
-            "subnetwork_indices": None if self.subnetwork_indices is None else self.subnetwork_indices.clone(),
-            "curvature": self._curvature.total.clone() if self.n_data else None,
-        }
+        indices = None if self.subnetwork_indices is None else self.subnetwork_indices.clone()
+        return {"subnetwork_indices": indices, "curvature": self._curvature.total.clone() if self.n_data else None}
 
-    def _read(self, state: Mapping[str, Any], n_data: int, exactly: bool) -> Callable[[], None]:
+    def _read(self, state: Mapping[str, Any], n_data: int) -> Callable[[], None]:
         given, here = state["subnetwork_indices"], self.subnetwork_indices
-        same = here is None if given is None else isinstance(given, Tensor) and here is not None
-        if not same or (given is not None and not torch.equal(given.cpu(), here.cpu())):
+        if (given is None) != (here is None) or (given is not None and not torch.equal(given.cpu(), here.cpu())):
             raise ValueError("load_state_dict: subnetwork_indices of the state are others than here.")
         curvature = None
         if n_data:
             curvature = self._no_curvature()
-            given = checked_tensor("curvature", state["curvature"], curvature.total.shape)
-            require_moment("curvature", given if given.dim() == 2 else given[:, None, None], exactly)
-            curvature.total.copy_(given)
+            curvature.total.copy_(checked_tensor("curvature", state["curvature"], curvature.total.shape))
 
         def take() -> None:
             self._lay_out()
@@ -523,75 +491,49 @@ class SubnetLaplace(UnfactoredLaplace):
 
 
 class SubnetMask(ABC):
-    """A choice among the elements of a model's trainable parameters, flattened one after the other in ``model.named_parameters()`` order.
-
-    Args:
-        model: the network.
-    """
+    """A choice among the elements of a model's trainable parameters, flattened one after the other in ``model.named_parameters()`` order."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.parameters = trainable(model)
+        self.model, self.parameters = model, trainable(model)
         self._indices: Tensor | None = None
 
     @property
     def indices(self) -> Tensor:
-        """The indices that :meth:`select` chose, int64, ascending.
-
-        Raises:
-            AttributeError: nothing is chosen yet.
-        """
+        """The indices that :meth:`select` chose, int64, ascending; AttributeError before it did."""
         if self._indices is None:
             raise AttributeError(f"{type(self).__name__}: call select first.")
         return self._indices
 
     @property
     def n_params_subnet(self) -> int:
-        """How many elements are chosen."""
+        """The number of elements that are chosen."""
         return len(self.indices)
 
     def select(self, train_loader: Iterable[Any] | None = None) -> Tensor:
-        """Choose; the indices ``(S,)``, int64, ascending.
-
-        Args:
-            train_loader: yields ``(x, y)``, for masks that look at data.
-        """
-        self._indices = self._mask(train_loader).flatten().nonzero().flatten()
+        """Choose, and return the indices ``(S,)``; masks that look at data need a loader of ``(x, y)``."""
+        self._indices = self._mask(train_loader).nonzero().flatten()
         return self._indices
 
     @abstractmethod
     def _mask(self, train_loader: Iterable[Any] | None) -> Tensor:
         """Bool, one entry for each element."""
 
-    def _flat(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.parameters.values()])
-
 
 class ScoreBasedSubnetMask(SubnetMask):
-    """The elements with the largest scores.
-
-    Args:
-        model: the network.
-        n_params_subnet: how many.
-
-    Raises:
-        ValueError: there are not that many.
-    """
+    """The ``n_params_subnet`` elements with the largest scores; ValueError where there are not that many."""
 
     def __init__(self, model: nn.Module, n_params_subnet: int) -> None:
         super().__init__(model)
-        count = sum(p.numel() for p in self.parameters.values())
-        if not 0 < as_count("n_params_subnet", n_params_subnet) <= count:
+        self._total = sum(p.numel() for p in self.parameters.values())
+        if not 0 < as_count("n_params_subnet", n_params_subnet) <= self._total:
             raise ValueError(
-                f"n_params_subnet must be from 1 to the model's {count} trainable parameters, got {n_params_subnet!r}."
+                f"n_params_subnet must be from 1 to the model's {self._total} trainable parameters, got {n_params_subnet!r}."
             )
         self._count = n_params_subnet
 
     def _mask(self, train_loader: Iterable[Any] | None) -> Tensor:
         scores = self.scores(train_loader)
-        mask = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
-        mask[scores.topk(self._count).indices] = True
-        return mask
+        return torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, scores.topk(self._count).indices, True)
 
     @abstractmethod
     def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
@@ -606,27 +548,21 @@ class RandomSubnetMask(ScoreBasedSubnetMask):
         self._generator = generator
 
     def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
-        count, on = sum(p.numel() for p in self.parameters.values()), self._generator
-        return torch.rand(count, generator=on, device=on.device if on else "cpu")
+        on = self._generator
+        return torch.rand(self._total, generator=on, device=on.device if on else "cpu")
 
 
 class LargestMagnitudeSubnetMask(ScoreBasedSubnetMask):
     """The elements with the largest magnitudes."""
 
     def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
-        return self._flat().abs()
+        return torch.cat([p.detach().flatten() for p in self.parameters.values()]).abs()
 
 
 class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
-    """The elements with the largest variances under an approximation: under independent marginals the choice that is nearest to the whole
-    posterior in the 2-Wasserstein distance.
-
-    Args:
-        model: the network.
-        n_params_subnet: how many.
-        diag_laplace_model: of the model, a :class:`ella_cuda.laplace.DiagLaplace` or another of this package's approximations of all
-            parameters, whose marginal variances count; fitted to the loader where it is not yet. None makes a DiagLaplace for
-            classification.
+    """The elements with the largest marginal variances under an approximation of all parameters, ``diag_laplace_model``, which is fitted to
+    the loader where it is not yet; None makes a :class:`DiagLaplace` for classification. Under independent marginals the choice is the
+    nearest to the whole posterior in the 2-Wasserstein distance.
 
     Source: Daxberger et al., "Bayesian deep learning via subnetwork inference", ICML 2021, section 4.
     """
@@ -646,11 +582,7 @@ class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
 
 
 class ParamNameSubnetMask(SubnetMask):
-    """All elements of named parameters.
-
-    Raises:
-        ValueError: no name is given, or one is no trainable parameter's.
-    """
+    """All elements of named parameters; ValueError where no name is given, or one is no trainable parameter's."""
 
     def __init__(self, model: nn.Module, parameter_names: Sequence[str]) -> None:
         super().__init__(model)
@@ -662,11 +594,8 @@ class ParamNameSubnetMask(SubnetMask):
 
 
 class ModuleNameSubnetMask(ParamNameSubnetMask):
-    """All elements of the parameters inside of named modules.
-
-    Raises:
-        ValueError: no name is given, or one is no module's that has trainable parameters.
-    """
+    """All elements of the parameters inside of named modules; ValueError where no name is given, or one is no module's that has trainable
+    parameters."""
 
     def __init__(self, model: nn.Module, module_names: Sequence[str]) -> None:
         parameters = trainable(model)
@@ -676,12 +605,8 @@ class ModuleNameSubnetMask(ParamNameSubnetMask):
 
 
 class LastLayerSubnetMask(ModuleNameSubnetMask):
-    """All elements of the last layer's parameters.
-
-    Args:
-        model: the network.
-        last_layer_name: None is the last module of ``model.named_modules()`` that itself has trainable parameters.
-    """
+    """All elements of the last layer's parameters: of ``last_layer_name``, or of the last module of ``model.named_modules()`` that itself has
+    trainable parameters."""
 
     def __init__(self, model: nn.Module, last_layer_name: str | None = None) -> None:
         name = list(trainable(model))[-1].rpartition(".")[0] if last_layer_name is None else last_layer_name

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
+from ella_cuda.digest import values_digest
 from ella_cuda.laplace.rows import OneHot, Rows
 from ella_cuda.nn import SpatialBasis
 
@@ -17,15 +18,16 @@ if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule
     from ella_cuda.laplace.second_moment import SecondMoment
 
+CHECKSUM = "checksum"  # of a state's other entries
+
 
 class FactorShape(NamedTuple):
     """Sizes of one parameter tensor's block-Kronecker factor; the tensor has ``groups * inputs * outputs`` elements.
 
-    ``output_groups`` is ``groups``, or 1 where all blocks share one output-side factor. ``constant_input`` says that
-    the input side is the number one, as for a bias: see :meth:`bias`. A side whose numbers are values at the anchors of a
-    basis names it; its rows are then collected at the basis' positions, :attr:`row_inputs` or :attr:`row_outputs` of them.
-    ``layout`` is the order in which the tensor's elements have block g, input a and output b, the last fastest: "gba" as a linear layer's or
-    a convolution's weight, "bga" or "gab"; see :meth:`to_blocks`.
+    ``output_groups`` is ``groups``, or 1 where all blocks share one output-side factor. ``constant_input`` says that the input side is the
+    number one, as for a bias. A side whose numbers are values at the anchors of a basis names it; its rows are then collected at the basis'
+    positions. ``layout`` is the order in which the tensor's elements have block g, input a and output b, the last fastest: "gba" as a linear
+    layer's or a convolution's weight, "bga" or "gab".
     """
 
     groups: int
@@ -39,7 +41,7 @@ class FactorShape(NamedTuple):
 
     @classmethod
     def bias(cls, size: int) -> FactorShape:
-        """Of a parameter that is added to the output: no input side, one dense block."""
+        """The shape of a parameter that is added to the output: no input side, one dense block."""
         return cls(1, 1, size, 1, True)
 
     @classmethod
@@ -49,9 +51,7 @@ class FactorShape(NamedTuple):
         return cls(m.groups, a, m.out_channels // m.groups, m.groups)
 
     def is_transpose_of(self, other: FactorShape) -> bool:
-        """Whether a matrix with this factor could be the transpose of one with the other: the block structure of the one's input side,
-        written as one block, is that of the other's output side.
-        """
+        """Whether a matrix with this factor could be the transpose of one with the other, the input side being one block."""
         if self.constant_input or other.constant_input or (self.input_basis or self.output_basis) is not None:
             return False
         sizes = [(s.groups * s.inputs, s.outputs) for s in (self, other) if s.output_groups == 1]
@@ -65,12 +65,8 @@ class FactorShape(NamedTuple):
         return self.groups * self.inputs * self.outputs
 
     def to_blocks(self, tensor: Tensor, axes: int = 0) -> Tensor:
-        """The parameter tensor, or what belongs to its elements, as ``(..., G, inputs, outputs)``; a view where torch allows for one.
-
-        Args:
-            tensor: ``(..., *parameter.shape)``.
-            axes: how many axes are in front.
-        """
+        """The parameter tensor, or what belongs to its elements, ``(..., *parameter.shape)`` with so many axes in front, as
+        ``(..., G, inputs, outputs)``; a view where torch allows for one."""
         sizes = {"g": self.groups, "a": self.inputs, "b": self.outputs}
         split = tensor.reshape(*tensor.shape[:axes], *(sizes[axis] for axis in self.layout))
         return split.permute(*range(axes), *(axes + self.layout.index(axis) for axis in "gab"))
@@ -99,12 +95,11 @@ def _at_positions(size: int, basis: SpatialBasis | None) -> int:
 class KroneckerFactor:
     r"""Curvature of one parameter tensor: ``G`` blocks, block g being :math:`A_g \otimes B_g`.
 
-    The sum over data is included: A averages over the data, B sums over it, so that a tensor's Hessian is the product.
-    Raw sums are kept in float64 and divided when read, so more data can be added at any time and nothing depends on
-    the batch size beyond what single products of the parameters' dtype lose.
+    A averages over the data, B sums over it, so that a tensor's Hessian is the product. Raw sums are kept in float64 and divided when read,
+    so more data can be added at any time and nothing depends on the batch size beyond what single products of the parameters' dtype lose.
 
     Attributes:
-        input_moment: raw sum of the input side, or None for a bias (whose input is the constant one).
+        input_moment: raw sum of the input side; None for a bias, whose input is the constant one.
         output_moment: raw sum of the output side; may be one object with another tensor's.
         n_data: data points in the sums.
 
@@ -120,9 +115,7 @@ class KroneckerFactor:
 
     @property
     def inputs(self) -> Tensor:
-        """A, the input side, ``(G, a, a)``, float64: mean over the data of the sum over shared positions; ones ``(1, 1,
-        1)`` for a bias.
-        """
+        """A, the input side, ``(G, a, a)``, float64: mean over the data of the sum over shared positions; ones for a bias."""
         if self.input_moment is None:
             return self.output_moment.total.new_ones(1, 1, 1)
         return self.input_moment.projected() / self.n_data
@@ -145,20 +138,12 @@ class KroneckerFactor:
         return self.input_moment.eigenvalues() / self.n_data, outputs
 
     def logdet(self, precision: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        r"""``log|scale * (A x B) + precision * I|`` over all blocks, a 0-dim float64 tensor, differentiable in both
-        arguments.
-
-        Args:
-            precision: 0-dim, positive.
-            scale: factor on the curvature, e.g. :math:`1/\sigma^2` of a Gaussian likelihood.
-        """
+        """``log|scale * (A x B) + precision * I|`` over all blocks, 0-dim float64, differentiable in both arguments, 0-dim too."""
         inputs, outputs = self.eigenvalues()
         return ops.kron_logdet(inputs, outputs * scale, precision.double())
 
     def to_dense(self) -> Tensor:
-        """All blocks as matrices, ``(G, a*b, a*b)``; index ``i * b + j`` is input i, output j. For small layers and
-        tests.
-        """
+        """All blocks as matrices, ``(G, a*b, a*b)``; index ``i * b + j`` is input i, output j."""
         inputs, outputs = self.inputs, self.outputs
         outputs = outputs.expand(inputs.shape[0], -1, -1)
         return torch.stack([torch.kron(a, b) for a, b in zip(inputs, outputs, strict=True)])
@@ -169,8 +154,7 @@ class KroneckerFactor:
 
 def by_parameter(rules: Sequence[Rule]) -> dict[str, KroneckerFactor]:
     """The factors of these rules by their parameters' names, which are those of the first layer that has the parameter; merged where two
-    layers have one for each other's transpose.
-    """
+    layers have one for each other's transpose."""
     found: dict[int, tuple[str, KroneckerFactor]] = {}
     taken: set[KroneckerFactor] = set()  # layers that use the weight in one way have one factor
     for rule in rules:
@@ -215,21 +199,12 @@ def _of_both(name: str, one: KroneckerFactor, other: KroneckerFactor) -> Kroneck
     It does not depend on how a layer's scale is shared out between its inputs and its gradients, and is the layer's own where the other
     one has none.
     """
-    inputs, outputs = (_whole(m) for m in (one.input_moment, one.output_moment))  # raw sums: A times the number of data
-    its_inputs, its_outputs = (_whole(m) for m in (other.input_moment, other.output_moment))
-    tr_inputs, tr_outputs, tr_its_inputs, tr_its_outputs = (
-        t.trace() for t in (inputs, outputs, its_inputs, its_outputs)
-    )
-    scale = tr_inputs * tr_outputs + tr_its_inputs * tr_its_outputs
-    sides = (
-        tr_outputs * inputs + tr_its_inputs * its_outputs,
-        (tr_inputs * outputs + tr_its_outputs * its_inputs) / scale.clamp(min=scale.new_tensor(2.0**-1000)),
-    )
-    moments = []
-    for side, total, like, joined in (
-        ("input", sides[0], one.input_moment, other.output_moment),
-        ("output", sides[1], one.output_moment, other.input_moment),
-    ):
+    mine, its = (one.input_moment, one.output_moment), (other.input_moment, other.output_moment)
+    (a, b), (c, d) = map(_whole, mine), map(_whole, its)  # raw sums: A times the number of data
+    tr_a, tr_b, tr_c, tr_d = (t.trace() for t in (a, b, c, d))
+    scale = (tr_a * tr_b + tr_c * tr_d).clamp(min=a.new_tensor(2.0**-1000))
+    totals, moments = (tr_b * a + tr_c * d, (tr_a * b + tr_d * c) / scale), []
+    for side, total, like, joined in zip(("input", "output"), totals, mine, its[::-1], strict=True):
         moment = like.clone(f"{name} ({side} side)")
         moment.total, moment.rows = total[None], like.rows + joined.rows
         moments.append(moment)
@@ -247,7 +222,7 @@ def _whole(moment: SecondMoment) -> Tensor:
 
 
 class Jacobian(NamedTuple):
-    r"""Of K outputs of each of N data points:
+    r"""The Jacobian of K outputs of each of N data points,
     :math:`M_{kngij} = \sum_t \mathtt{inputs}_{ntgi}\, \mathtt{outputs}_{kntgj}` over T shared positions.
 
     Attributes:
@@ -265,12 +240,12 @@ class Jacobian(NamedTuple):
 
     @classmethod
     def of_bias(cls, rows: Tensor) -> Jacobian:
-        """The Jacobian of a parameter without an input side: ``rows`` ``(K, N, b)``."""
+        """The Jacobian of a parameter without an input side, from ``rows`` ``(K, N, b)``."""
         return cls(rows[:, :, None, None])
 
     @classmethod
     def of_rows(cls, shape: FactorShape, inputs: Rows | None, outputs: Rows, columns: int) -> Jacobian:
-        """Of a parameter with a factor of this shape, from the rows of a call and of so many columns."""
+        """The Jacobian of a parameter with a factor of this shape, from the rows of a call and of so many columns."""
         if shape.constant_input:
             return cls.of_bias(outputs.summed().dense()[:, 0, 0].unflatten(0, (columns, -1)))
         g = on_basis(outputs.dense(), shape.output_basis).unflatten(0, (columns, -1))
@@ -302,13 +277,9 @@ class Jacobian(NamedTuple):
             found = torch.einsum("ngi,ngj->gij", of_inputs, of_outputs)
         else:
             # Written out for one data point at a time.
-            parts = (
-                self.outputs.split(1, 1),
-                self.inputs.split(1) if self.inputs is not None else [None] * self.outputs.shape[1],
-            )
-            found = sum(
-                Jacobian(o, i).dense(o.shape[3])[:, 0].double().square().sum(0) for o, i in zip(*parts, strict=True)
-            )
+            inputs = self.inputs.split(1) if self.inputs is not None else [None] * self.outputs.shape[1]
+            parts = zip(self.outputs.split(1, 1), inputs, strict=True)
+            found = sum(Jacobian(o, i).dense(o.shape[3])[:, 0].double().square().sum(0) for o, i in parts)
         return self._among_all(found, groups)
 
     def _among_all(self, of_blocks: Tensor, groups: int) -> Tensor:
@@ -320,8 +291,8 @@ class Jacobian(NamedTuple):
         return whole
 
     def over_copies(self, copies: int) -> Jacobian:
-        """Of the mean over so many copies of each data point, one after the other, whose gradients are here as if they were data points: the
-        outputs' gradients have the mean's weight already, and copies are positions."""
+        """The Jacobian of the mean over so many copies of each data point, one after the other, which are here as if they were data points:
+        the outputs' gradients have the mean's weight already, and copies are positions."""
         if copies == 1:
             return self
         outputs = self.outputs.unflatten(1, (-1, copies))
@@ -368,3 +339,72 @@ def sum_of_jacobians(parts: Sequence[Jacobian], groups: int) -> Jacobian:
         index = None if first.index is None else torch.cat([part.index for part in parts], 1)
         return first._replace(outputs=torch.cat([part.outputs for part in parts], 2), inputs=inputs, index=index)
     return Jacobian(torch.stack([part.dense(groups) for part in parts]).sum(0))
+
+
+# saved factors ----------------------------------------------------------------------------------------------------------
+
+
+def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with a digest of its entries, by which :func:`require_checksum` knows it again."""
+    return {**state, CHECKSUM: values_digest(state)}
+
+
+def require_checksum(state: Mapping[str, Any], where: str, what: str) -> dict[str, Any]:
+    """The entries without the checksum; ValueError where they are not those that :func:`with_checksum` was given, in words for ``where``
+    and ``what``."""
+    entries = {key: value for key, value in state.items() if key != CHECKSUM}
+    if state.get(CHECKSUM) != values_digest(entries):
+        raise ValueError(f"{where}: {CHECKSUM} does not fit the other entries: {what}.")
+    return entries
+
+
+def _with_owners(rules: Sequence[Rule]) -> dict[str, tuple[KroneckerFactor, str]]:
+    """The factors that rules have, by the parameters' names in the rules' layers, that of several layers once; with the parameter whose
+    output side each shares, "" if its own."""
+    factors = {r.full_name(name): factor for r in rules for name, factor in r.factors.items() if name not in r.tied}
+    lent = [(r.factors[o], r.full_name(o)) for r in rules if r.factors for o in r.output_owners().values()]
+    owners = {id(factor.output_moment): name for factor, name in lent}
+    found = {}
+    for name, factor in factors.items():
+        owner = owners.setdefault(id(factor.output_moment), name)
+        found[name] = factor, "" if owner == name else owner
+    return found
+
+
+def save_factors(rules: Sequence[Rule]) -> dict[str, dict[str, Any]]:
+    """Parameter name -> raw sums and row counts; ``outputs_of`` names the parameter whose output side it shares, "" if its own."""
+    saved = {}
+    for name, (factor, owner) in _with_owners(rules).items():
+        inputs, outputs = factor.input_moment, factor.output_moment
+        saved[name] = {
+            "inputs": None if inputs is None else inputs.total.clone(),
+            "input_rows": 0 if inputs is None else inputs.rows,
+            "outputs": None if owner else outputs.total.clone(),
+            "output_rows": outputs.rows,
+            "outputs_of": owner,
+        }
+    return saved
+
+
+def load_factors(rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Allocate the factors of these rules with copies of the sums that :func:`save_factors` saved; ValueError where they are of others."""
+    own = {name for name, entry in saved.items() if entry["outputs_of"] == ""}
+    for rule in rules:
+        rule.allocate()
+        rule.separate_outputs(own)
+    factors = _with_owners(rules)
+    if wrong := sorted(factors.keys() ^ saved.keys()):
+        raise ValueError(f"load_state_dict: factors are of other parameters than here: {', '.join(wrong)}.")
+    for name, (factor, owner) in factors.items():
+        for side, moment in (("input", factor.input_moment), ("output", None if owner else factor.output_moment)):
+            if moment is not None:
+                moment.total.copy_(checked_tensor(moment.name, saved[name][f"{side}s"], moment.total.shape))
+                moment.count(saved[name][f"{side}_rows"])
+
+
+def checked_tensor(name: str, value: Any, shape: Sequence[int]) -> Tensor:
+    """A state's tensor; ValueError where it is none of that shape."""
+    if not isinstance(value, Tensor) or value.shape != torch.Size(shape):
+        got = tuple(value.shape) if isinstance(value, Tensor) else value
+        raise ValueError(f"load_state_dict: {name}: expected a tensor {tuple(shape)}, got {got}.")
+    return value

@@ -1,4 +1,4 @@
-r"""Hypergradients of the Laplace evidence through the Kronecker factors, by minibatch.
+r"""Hypergradients of the Laplace evidence through the Kronecker factors, by minibatch; and the evidence in a graph, for small networks.
 
 At the fit's A and B, :math:`d \log|c A \otimes B + \delta| = \langle C_A, dA\rangle + \langle C_B, dB\rangle`, where the cotangents C
 are known from the eigendecompositions of A and B, which a fit has once. A and B are sums over data. So the gradient of the evidence at
@@ -18,14 +18,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ella_cuda.augment import AveragedFunction
 from ella_cuda.distributed import Ranks
-from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, require_loader, run_model, take
+from ella_cuda.laplace.batches import (
+    Inputs,
+    data_points,
+    inputs_on,
+    model_outputs,
+    plain_tensor,
+    require_loader,
+    run_model,
+    shapes_of,
+    take,
+    tensors_of,
+)
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.chains import Seen, chain_of_average
 from ella_cuda.laplace.check_model import probe
@@ -41,26 +53,27 @@ from ella_cuda.laplace.copies import (
     warn_of_all_copies,
 )
 from ella_cuda.laplace.distributed_fit import agree_on_gradient, plan_of
-from ella_cuda.laplace.evidence import DataFitGradient, data_weight
-from ella_cuda.laplace.factors import KroneckerFactor, merged_shapes
+from ella_cuda.laplace.evidence import DataFitGradient, data_weight, resolved, square_distances
+from ella_cuda.laplace.factors import KroneckerFactor, by_parameter, merged_shapes
+from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.kronecker_sums import KroneckerSums, SummedCopies
 from ella_cuda.laplace.layer_pass import GraphPass
 from ella_cuda.laplace.likelihoods import Likelihood
-from ella_cuda.laplace.parameters import check_choice
+from ella_cuda.laplace.parameters import Value, check_choice
 from ella_cuda.laplace.per_example import PerExampleGradients
 from ella_cuda.laplace.posterior import Eigenbasis, eigenbases_of
 from ella_cuda.laplace.rows import Rows
+from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.tangent import first_at_fault
-from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
+from ella_cuda.laplace.test_time import at_test_time, in_plain_products, refusing_reentrant, requiring_grad
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import SpatialBasis
+from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import without_autocast
 
 if TYPE_CHECKING:
-    from ella_cuda.laplace.rules.base import Rule
-
-if TYPE_CHECKING:
     from ella_cuda.laplace.kron import KronLaplace
+    from ella_cuda.laplace.rules.base import Rule
 
 COLUMNS = ("all", "one")
 GRAPH = 4  # what the graph of a column keeps, in units of the layers' outputs
@@ -89,13 +102,12 @@ def evidence_gradient(
 
     Args:
         la: fitted, at the network's present parameters and buffers.
-        loader: yields batches as for :meth:`KronLaplace.fit`.
+        loader, group: as for :meth:`KronLaplace.fit`; a group's processes pass over batches of their own, and get the gradients of all.
         buffers: names in ``la.model.named_buffers()``, of leaves; None is those of the augmentation of an
             :class:`ella_cuda.augment.AveragedFunction`.
         n_data: how many data points are used, a random part of each batch; None is all.
         columns: "all" of the output Hessian's square root, or "one": their sum with random signs, which is right on average.
         generator: of parts and signs, of the CPU; None is torch's global one.
-        group: as for :meth:`KronLaplace.fit`, whose processes pass over batches of their own, and get the gradients of all.
 
     Returns:
         The gradients, float64, by the buffers' names.
@@ -113,40 +125,34 @@ def evidence_gradient(
         ranks = Ranks(group, "evidence_gradient")
 
         def own() -> tuple[_GradientSums, str | None]:
-            found = _summed_over(la, loader, buffers, n_data, columns, generator, may_be_empty=True)
+            found = _summed_over(la, loader, buffers, n_data, columns, generator)
             return found, plan_of(la, loader, "evidence_gradient")
 
         sums, plan = ranks.together(own)
         shapes = {name: list(g.shape) for name, g in sums.gradients.items()}
-        agree_on_gradient(
-            ranks, la, plan, buffers=shapes, n_data=n_data, columns=columns, **{"data points of the fit": la.n_data}
-        )
+        settings = {"buffers": shapes, "n_data": n_data, "columns": columns, "data points of the fit": la.n_data}
+        agree_on_gradient(ranks, la, plan, **settings)
         count = data_weight(la).new_tensor([float(sums.seen)], dtype=torch.float64)
-        flat = torch.cat([*(g.flatten() for g in sums.gradients.values()), count])
+        flat = torch.cat([count, *(g.flatten() for g in sums.gradients.values())])
         ranks.sum_(flat)
-        sizes = [g.numel() for g in sums.gradients.values()]
-        parts = flat[:-1].split(sizes)
+        parts = flat[1:].split([g.numel() for g in sums.gradients.values()])
         summed = {n: p.view(g.shape) for p, (n, g) in zip(parts, sums.gradients.items(), strict=True)}
-        sums = _GradientSums(sums.wanted, summed, int(flat[-1]), sums.of_projections)
-        _require_data(sums.seen)
+        sums = sums._replace(gradients=summed, seen=int(flat[0]))
+    if not sums.seen:
+        raise ValueError("evidence_gradient: the loader gave no data; pass one that can be iterated again.")
     with torch.inference_mode(False):
         found = {name: g * (la.n_data / sums.seen) for name, g in sums.gradients.items()}
         return {name: found[name] + sums.of_projections.get(id(buffer), 0) for name, buffer in sums.wanted.items()}
 
 
 class _GradientSums(NamedTuple):
-    """Of a pass over data: the buffers that are differentiated, the sums of their gradients by name, how many data points there were, and
-    the gradients of the factors' projections, by the buffers' ids, which are of all data."""
+    """The buffers that are differentiated, the sums of their gradients over a pass' ``seen`` data points, by name, and the gradients of the
+    factors' projections, by the buffers' ids, which are of all data."""
 
     wanted: dict[str, Tensor]
     gradients: dict[str, Tensor]
     seen: int
     of_projections: dict[int, Tensor]
-
-
-def _require_data(seen: int) -> None:
-    if not seen:
-        raise ValueError("evidence_gradient: the loader gave no data; pass one that can be iterated again.")
 
 
 def _summed_over(
@@ -156,12 +162,11 @@ def _summed_over(
     n_data: int | None,
     columns: str,
     generator: torch.Generator | None,
-    may_be_empty: bool = False,
 ) -> _GradientSums:
     require_loader(loader, "evidence_gradient: loader")
     check_choice("evidence_gradient: columns", columns, COLUMNS)
-    if n_data is not None and (isinstance(n_data, bool) or not isinstance(n_data, Integral) or n_data < 1):
-        raise ValueError(f"evidence_gradient: n_data must be a positive integer or None, got {n_data!r}.")
+    if n_data is not None:
+        as_count("evidence_gradient: n_data", n_data)
     with torch.inference_mode(False), exclusively(la.model):
         wanted = _buffers(la.model, buffers)
         la.fitted_model.require_unchanged()
@@ -170,13 +175,9 @@ def _summed_over(
         learnt = [b for b in wanted.values() if not b.requires_grad]
         fixed_draws(la.model)  # those of single data points begin as they began in the fit
         seen = passed = 0
-        part_of_data = None if n_data is None or n_data >= la.n_data else n_data / la.n_data
-        # Every batch has its share on average: what is due of all so far is rounded after a random start.
-        start = (
-            0.0
-            if part_of_data is None
-            else torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
-        )
+        share = None if n_data is None or n_data >= la.n_data else n_data / la.n_data
+        if share is not None:  # of every batch on average: what is due of all so far is rounded after a random start
+            start = torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
         with (
             at_test_time(la.model),
             requiring_grad(parameters, False),
@@ -188,8 +189,8 @@ def _summed_over(
             for batch in loader:
                 x, y = la.fitted_model.batch(batch, "evidence_gradient")
                 passed += data_points(x)
-                if part_of_data is not None:
-                    few = int(passed * part_of_data + start) - seen
+                if share is not None:
+                    few = int(passed * share + start) - seen
                     some = torch.randperm(data_points(x), generator=generator)[:few].to(y.device)
                     x, y = take(x, some), y[some]
                 try:
@@ -198,8 +199,6 @@ def _summed_over(
                     _require_second_derivatives(la.model, take(x, slice(2)), error)
                     raise
                 seen += data_points(x)
-            if not may_be_empty:
-                _require_data(seen)
             return _GradientSums(wanted, gradients.total(), seen, run.of_projections(gradients.bases))
 
 
@@ -231,11 +230,8 @@ def _buffers(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]
 
 
 def cotangents(basis: Eigenbasis, prior: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``sum log(scale l m + prior)`` in A and in B, ``(G, a, a)`` and ``(G or 1, b, b)``, each as ``(root, root^T)``: the roots, float64.
-
-    Args:
-        basis: of A and B. prior: 0-dim precision. scale: of the curvature, 0-dim.
-    """
+    """Roots R of the derivatives R R^T of ``sum log(scale l m + prior)`` in A and in B, ``(G, a, a)`` and ``(G or 1, b, b)``, float64; the
+    prior's precision and the curvature's scale are 0-dim."""
     each = scale / basis.precisions(prior, scale)  # (G, a, b)
     of_inputs = (each * basis.values_out[:, None]).sum(2)  # (G, a)
     of_outputs = (each * basis.values_in[:, :, None]).sum(1)  # (G, b)
@@ -247,21 +243,22 @@ def cotangents(basis: Eigenbasis, prior: Tensor, scale: Tensor) -> tuple[Tensor,
 
 
 class Cotangent:
-    """A constant symmetric matrix in a moment's place: the derivative of the evidence in the moment.
+    """A constant symmetric matrix in a moment's place: the derivative :math:`R R^T` of the evidence in the moment.
 
     Args:
-        root: R of the matrix :math:`R R^T` at the positions of rows, ``(G, d, r)``.
-        before_projection: R before it was expanded to a basis' positions.
+        root: R, ``(G, d, r)``, before it is expanded to a basis' positions.
         like: a tensor of the rows' dtype, on their device.
         name, basis: of the moment.
     """
 
-    def __init__(
-        self, root: Tensor, before_projection: Tensor, like: Tensor, name: str, basis: SpatialBasis | None
-    ) -> None:
-        self.before_projection, self.dtype, self.name, self.basis = before_projection, like.dtype, name, basis
-        self.matrix = root @ root.mT
-        self.total = self.matrix  # whose shape methods of rules read
+    def __init__(self, root: Tensor, like: Tensor, name: str, basis: SpatialBasis | None) -> None:
+        self.root, self.dtype, self.name, self.basis = root, like.dtype, name, basis
+        if basis is not None:
+            with torch.no_grad():
+                psi = basis.matrix().double()
+            parts = root.unflatten(1, (-1, psi.shape[0]))  # (G, d/A, A, r)
+            root = torch.einsum("ax,gpar->gpxr", psi, parts).flatten(1, 2)
+        self.matrix = self.total = root @ root.mT  # whose shape methods of rules read
         self._reduced = self.matrix.to(like.dtype)
 
     def of(self, dtype: torch.dtype) -> Tensor:
@@ -331,12 +328,12 @@ class _Passes:
                     continue
                 full, shape, like = rule.full_name(name), shapes[name], rule.module.get_parameter(name)
                 root_in, root_out = cotangents(bases[full], precisions[full], scale)
-                outputs = _cotangent(root_out, like, full, shape.output_basis)
+                outputs = Cotangent(root_out, like, full, shape.output_basis)
                 inputs = None
                 if not shape.constant_input:
                     # Of A as a mean over all data.
                     root_in = root_in.expand(shape.groups, -1, -1) / math.sqrt(self.la.n_data)
-                    inputs = _cotangent(root_in, like, full, shape.input_basis)
+                    inputs = Cotangent(root_in, like, full, shape.input_basis)
                 rule.factors[name] = KroneckerFactor(shape, inputs, outputs)
 
     def _weight_of_statistic(self) -> Tensor:
@@ -351,13 +348,12 @@ class _Passes:
         return weight
 
     def _graph_bytes(self) -> int:
-        """Of a data point, with all copies."""
+        """The bytes of a data point's graph, with all copies."""
         columns = self.la.n_outputs if self._columns == "all" else 1
         return self._image_bytes * ((1 if self.chain else GRAPH) * columns + 4)
 
     def add(self, gradients: DataFitGradient, x: Inputs, y: Tensor) -> None:
-        """Add the gradient of a batch's :meth:`value`, in parts whose graphs the memory budget has room for: of some data points, or, where
-        there is no room for one, of some of its copies at a time."""
+        """Add the gradient of a batch's :meth:`value`, of as many data points, or copies of one, at a time as the budget has room for."""
         count = data_points(x)
         if not count:
             return
@@ -405,10 +401,8 @@ class _Passes:
 
     def _of_single_points(self, x: Inputs, back: Tensor, keep: bool) -> dict[str, Tensor]:
         """The gradients that no layer's rule takes, in the graph if ``keep``."""
-        if self.per_example is None:
-            return {}
         with in_plain_products():
-            return self.per_example.gradients(x, back, keep)
+            return {} if self.per_example is None else self.per_example.gradients(x, back, keep)
 
     def _add_per_example(self, found: Mapping[str, Tensor]) -> None:
         for rule in [] if self.per_example is None else self.per_example.rules:
@@ -416,12 +410,9 @@ class _Passes:
                 self.terms.add_per_example(rule, name, found[rule.full_name(name)], data_too=True)
 
     def _by_chunks(self, gradients: DataFitGradient, chunks: Sequence[Chunk], y: Tensor) -> None:
-        """Add the gradient of :meth:`value`, of some copies at a time.
-
-        The value is a function of sums over copies: the averaged outputs, and what rules get of a layer's call. The sums come first, of one
-        chunk after the other, without a graph; then the value's derivatives in them; then each chunk's sums times these, in the chunk's
-        graph. Columns depend on the outputs of all chunks, so what comes of them goes back through every chunk once more.
-        """
+        """Add the gradient of :meth:`value`, a function of sums over copies: the averaged outputs, and what rules get of a layer's call. The
+        sums come first, of one chunk after the other, without a graph; then the value's derivatives in them; then each chunk's sums times
+        these, in the chunk's graph. Columns depend on all chunks' outputs, so what comes of them goes back through every chunk once more."""
         model = self.la.model
         with torch.no_grad():
             f = sum(share * model_outputs(model, x) for x, share in chunks)
@@ -450,11 +441,9 @@ class _Passes:
 
             def value(x: Inputs = x, share: float = share, leaf: Tensor = leaf) -> Tensor:
                 outputs, calls, alone = self._of_chunk(x, share, leaf, keep=True)
-                total = share * (outputs * of_outputs).sum()
-                for slope, part in zip(slopes, (*calls.tensors(), *alone.values()), strict=True):
-                    if slope is not None:
-                        total = total + (slope * part).sum()
-                return total
+                pairs = zip(slopes, (*calls.tensors(), *alone.values()), strict=True)
+                products = [(slope * part).sum() for slope, part in pairs if slope is not None]
+                return sum(products, share * (outputs * of_outputs).sum())
 
             (found,) = gradients.add(value, [leaf])
             of_columns += 0 if found is None else found
@@ -466,7 +455,7 @@ class _Passes:
     def _of_chunk(
         self, x: Inputs, share: float, back: Tensor, keep: bool
     ) -> tuple[Tensor, SummedCopies, dict[str, Tensor]]:
-        """Of some copies: the outputs, the rows of layers' calls over copies, and gradients of single data points, in the graph if ``keep``;
+        """The outputs of some copies, the rows of layers' calls over copies, and gradients of single data points, in the graph if ``keep``;
         all but the outputs count as their share in all copies says."""
         calls, run = SummedCopies(self.terms), self.run
         calls.chunk(share)
@@ -485,7 +474,7 @@ class _Passes:
         return self._weight * self.la.likelihood_function.statistic(outputs, y) - 0.5 * self.terms.taken()
 
     def _columns_of(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Of the output Hessian's square root, in the outputs' graph."""
+        """The output Hessian's square root, in the outputs' graph."""
         likelihood = self.la.likelihood_function
         with torch.no_grad():
             likelihood.check(outputs, y)
@@ -546,8 +535,7 @@ class _Passes:
                         (factor.output_moment, fitted.output_moment),
                     ):
                         if mine is not None and mine.basis is not None and mine.basis.learns():
-                            root = mine.before_projection
-                            terms.append(-0.5 * (theirs.projected() * (root @ root.mT)).sum())
+                            terms.append(-0.5 * (theirs.projected() * (mine.root @ mine.root.mT)).sum())
             found = torch.autograd.grad(torch.stack(terms).sum(), learnt, allow_unused=True) if terms else []
         return {id(b): g.double() for b, g in zip(learnt, found, strict=False) if g is not None}
 
@@ -559,17 +547,6 @@ def _evenly(count: int, most: int) -> Iterator[slice]:
         yield slice(begin, begin + step)
 
 
-def _cotangent(root: Tensor, like: Tensor, name: str, basis: SpatialBasis | None) -> Cotangent:
-    """The root of a factor's cotangent as that of its rows at all positions."""
-    rows = root
-    if basis is not None:
-        with torch.no_grad():
-            psi = basis.matrix().double()
-        parts = root.unflatten(1, (-1, psi.shape[0]))  # (G, d/A, A, r)
-        rows = torch.einsum("ax,gpar->gpxr", psi, parts).flatten(1, 2)
-    return Cotangent(rows, root, like, name, basis)
-
-
 def _require_served(rules: Sequence[Rule]) -> None:
     """ValueError where a factor is not a sum of what calls add to it."""
     merged = merged_shapes(rules)
@@ -578,3 +555,151 @@ def _require_served(rules: Sequence[Rule]) -> None:
             f"evidence_gradient: {next(iter(merged))!r} is the weight of one layer and its transpose that of another, whose factors are "
             "merged; freeze it."
         )
+
+
+# the evidence with its curvature inside the graph, for small networks ----------------------------------------------------
+
+
+class _GraphMoment(SecondMoment):
+    """A second moment whose total is in a graph."""
+
+    def _learns(self) -> bool:
+        return True
+
+
+class _GraphSums(KroneckerSums):
+    """Adds both sides to factors, in the graph of the rows."""
+
+    takes_samples = False
+
+    def add(self, factor: KroneckerFactor, side: str, rows: Rows, alpha: float = 1.0) -> None:
+        moment = getattr(factor, f"{side}_moment")
+        products = rows.products(moment.total.shape[0])
+        if products is None:
+            rows.gram_(moment, alpha)
+            return
+        moment.total = moment.total + alpha * products
+        moment.count(rows.count)
+
+
+def exact_log_marginal_likelihood(
+    la: KronLaplace, x: Inputs, y: Tensor, prior_precision: Value | None = None, sigma_noise: Value | None = None
+) -> Tensor:
+    """The evidence of :meth:`KronLaplace.log_marginal_likelihood` on one batch, with everything that depends on the network inside
+    the graph.
+
+    The same number as ``la.fit([(x, y)]).log_marginal_likelihood()``. That one is differentiable in the network's hyperparameters (its
+    buffers) with the unprojected factors held; this one also through the factors, by double backward: outputs, their Hessian, the
+    activations and the gradients that the factors are made of. Memory grows with the number of outputs times all activations: for
+    small networks, and to see what holding the factors costs. The model's parameters are constants.
+
+    Args:
+        la: of the model; neither needs a fit nor changes. Its ``resolution`` and ``approximation`` are followed, its column tolerance and
+            ``fisher`` are not: all columns are used.
+        x: ``(N, ...)``, all data; moved to the model's device, as ``la.fit`` does. A tuple, list or mapping has the model's arguments.
+        y: targets, as for ``la.fit``, moved likewise.
+        prior_precision: a number, or one value per parameter tensor; None is la's.
+        sigma_noise: None is la's.
+
+    Returns:
+        0-dim float64, differentiable in the model's buffers that require a gradient and in the two hyperparameters.
+
+    Raises:
+        TypeError: la is no :class:`KronLaplace`, x or y no tensor, or y of a wrong dtype.
+        ValueError: no data, an x that the model cannot be evaluated at, targets that do not fit, a layer that was never called, parameters
+            without a rule, or a model that calls :func:`torch.utils.checkpoint.checkpoint`.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 4; Immer et al., "Invariance learning in deep neural networks with
+    differentiable Laplace approximations", NeurIPS 2022 (gradients through the curvature).
+    """
+    if not hasattr(type(la), "factors"):
+        raise TypeError(
+            f"exact_log_marginal_likelihood: la must be a KronLaplace, got {type(la).__name__}; pass KronLaplace(model), fitted or not."
+        )
+    device = next(iter(la.fitted_model.present_parameters().values())).device
+    x = inputs_on(x, device, "exact_log_marginal_likelihood")
+    if not isinstance(y, Tensor):
+        raise TypeError(
+            f"exact_log_marginal_likelihood: y must be a tensor with all data along its first axis, got {type(y).__name__}; concatenate a "
+            "loader's batches with torch.cat."
+        )
+    if isinstance(la.model, AveragedFunction):
+        raise ValueError(
+            "exact_log_marginal_likelihood: an AveragedFunction's factors are those of means over copies; use KronLaplace.fit, and "
+            "ella_cuda.laplace.evidence_gradient for gradients in its amounts."
+        )
+    precision, sigma = (value.to(device) for value in resolved(la, prior_precision, sigma_noise))
+    rules = la.fitted_model.present_rules()
+    for rule in rules:
+        if not rule.sees_calls():
+            raise ValueError(
+                f"exact_log_marginal_likelihood: {rule.label} has no rule of its own; use KronLaplace.fit, or freeze its parameters."
+            )
+        rule.allocate(_GraphMoment)
+    if not data_points(x):
+        raise ValueError(
+            f"exact_log_marginal_likelihood: x has no data points; it must have shape (N, ...), got {shapes_of(x)}."
+        )
+    y = plain_tensor(y).to(device)
+    with exclusively(la.model), without_autocast(precision.device.type):
+        return _evidence(la, rules, x, y, precision, sigma)
+
+
+def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precision: Tensor, sigma: Tensor) -> Tensor:
+    """The evidence at checked arguments."""
+    dtype = next(p for p in la.model.parameters() if p.requires_grad).dtype
+    likelihood, run = la.likelihood_function, GraphPass(la.model, rules, _GraphSums())
+    parameters = [p for p in la.model.parameters() if p.requires_grad]
+    with at_test_time(la.model):
+        with _in_words(x, dtype):
+            run.findings = probe(la.model, rules, x, several=False)
+        with hooks(la.model.modules(), before=_require_no_checkpoint), requiring_grad(parameters, False), run.layers():
+            with _in_words(x, dtype), torch.enable_grad():
+                outputs = run.forward(x)
+            for rule in rules:
+                if all(noted.call.rule is not rule for noted in run.noted):
+                    raise ValueError(
+                        f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) if the model "
+                        "does not use it."
+                    )
+            with torch.no_grad():
+                likelihood.check(outputs, y)
+            gradients = run.gradients(outputs, likelihood.columns(outputs, y)[:], keep=True)
+    with torch.enable_grad(), _in_words(x, dtype):
+        run.hand_on(gradients)
+    for factor in (f for rule in rules for f in rule.factors.values()):
+        factor.n_data = data_points(x)
+    factors = by_parameter(rules)
+    statistic = likelihood.statistic(outputs, y)
+    statistic = statistic if la.temperature == 1 else statistic / la.temperature
+    total = likelihood.log_likelihood(statistic, y.numel(), sigma)
+    norms = square_distances(la, la.fitted_model.parameters())
+    for name, delta, norm in zip(la.parameter_names, precision.unbind(), norms.unbind(), strict=True):
+        factor, size = factors[name], la.model.get_parameter(name).numel()
+        log_det_ratio = factor.logdet(delta, sigma**-2 / la.temperature) - size * delta.log()
+        total = total - 0.5 * (log_det_ratio + delta * norm)
+    return total
+
+
+def _require_no_checkpoint(*_: Any) -> None:
+    """ValueError inside of a checkpoint, which would compute a layer anew for a gradient that is taken when no layer is seen any more."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise ValueError(
+            "exact_log_marginal_likelihood: the model calls torch.utils.checkpoint, which computes layers anew; call it without."
+        )
+
+
+@contextmanager
+def _in_words(x: Inputs, dtype: torch.dtype) -> Iterator[None]:
+    """Have torch's own errors, which name no argument, say what was done."""
+    try:
+        with refusing_reentrant("exact_log_marginal_likelihood"):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError) as error:
+        dtypes = ", ".join(str(tensor.dtype) for tensor in tensors_of(x))
+        raise ValueError(
+            f"exact_log_marginal_likelihood: the model cannot be evaluated at x of shape {shapes_of(x)}, {dtypes}; pass what the "
+            f"model takes, all data along the first axis (the parameters are {dtype}). It failed with: {error}"
+        ) from error

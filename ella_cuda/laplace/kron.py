@@ -17,14 +17,20 @@ from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.evidence import DataFitGradient, elements
-from ella_cuda.laplace.factors import KroneckerFactor, by_parameter, merged_shapes
+from ella_cuda.laplace.factors import (
+    KroneckerFactor,
+    by_parameter,
+    checked_tensor,
+    load_factors,
+    merged_shapes,
+    save_factors,
+)
 from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Eigenbasis, KronPosterior, Spectra, eigenbases_of
 from ella_cuda.laplace.recorded_batches import RecordedBatches
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
-from ella_cuda.laplace.state import checked_tensor, load_factors, save_factors
 from ella_cuda.laplace.test_time import requiring_grad
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
@@ -403,20 +409,17 @@ class KronLaplace(BaseLaplace):
             "factors": save_factors(self._rules) if self.n_data else {},
         }
 
-    def _read(self, state: Mapping[str, Any], n_data: int, exactly: bool) -> Callable[[], None]:
+    def _read(self, state: Mapping[str, Any], n_data: int) -> Callable[[], None]:
         gradients, buffers = state["statistic_gradients"], dict(self.model.named_buffers())
-        if not isinstance(gradients, Mapping) or not gradients.keys() <= buffers.keys():
-            got = ", ".join(map(repr, gradients)) if isinstance(gradients, Mapping) else type(gradients).__name__
-            raise ValueError(
-                f"load_state_dict: statistic_gradients must be a mapping whose keys are buffers of the model, got {got}."
-            )
+        if wrong := [name for name in gradients if name not in buffers]:
+            raise ValueError(f"load_state_dict: statistic_gradients of no buffers of the model: {', '.join(wrong)}.")
         gradients = {
             name: checked_tensor(f"statistic_gradients[{name!r}]", g, buffers[name].shape).to(self._device, copy=True)
             for name, g in gradients.items()
         }
         rules = self.fitted_model.present_rules()
         if n_data:
-            load_factors(rules, state["factors"], exactly)
+            load_factors(rules, state["factors"])
 
         def take() -> None:
             self.statistic_gradients, self._rules = gradients, rules

@@ -24,7 +24,7 @@ DIAGONAL = ("probit",)  # those that read nothing but variances
 
 
 def softmax_probabilities(link: str, mean: Tensor, covariance: Tensor) -> Tensor:
-    """Approximations of the softmax's mean under ``N(mean, covariance)``.
+    """Approximations ``(..., K)`` of the softmax's mean under ``N(mean, covariance)``.
 
     Args:
         link: "probit" scales each logit by its variance; "probit_full" compares every pair of logits by the variance of their difference,
@@ -33,9 +33,6 @@ def softmax_probabilities(link: str, mean: Tensor, covariance: Tensor) -> Tensor
             a data point gets "probit_full", of which a warning tells.
         mean: ``(..., K)``. Classes at minus infinity are masked: they have probability 0, and the link is that of the others.
         covariance: ``(..., K, K)``, or variances ``(..., K)`` for "probit".
-
-    Returns:
-        ``(..., K)``, sums of one.
 
     Source: MacKay, "The evidence framework applied to classification networks", 1992 (probit); Hobbhahn, Kristiadi and Hennig, "Fast
     predictive uncertainty for classification with Bayesian deep networks", UAI 2022 (bridge).
@@ -48,11 +45,7 @@ def softmax_probabilities(link: str, mean: Tensor, covariance: Tensor) -> Tensor
 
 
 def sigmoid_probabilities(link: str, mean: Tensor, variance: Tensor) -> Tensor:
-    """The sigmoid's mean under independent Gaussians, by the probit approximation; ``(...)`` each.
-
-    Raises:
-        ValueError: the link is a Dirichlet's, of several classes.
-    """
+    """The sigmoid's mean under independent Gaussians, by the probit approximation; ValueError where the link is a Dirichlet's."""
     check_choice("link_approx with likelihood='binary'", link, ("probit", "probit_full", "mc"))
     return torch.sigmoid(mean * _shrink(variance))
 
@@ -96,7 +89,7 @@ def _bridge(mean: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
 
 
 def _dirichlet(mean: Tensor, variances: Tensor, there: Tensor, classes: Tensor, normalised: bool) -> Tensor:
-    """Its mean, of logits that sum to zero over the ``classes`` (..., 1) that are ``there``."""
+    """The Dirichlet's mean, of logits that sum to zero over the ``classes`` (..., 1) that are ``there``."""
     if normalised:
         size = (variances * there).sum(-1, keepdim=True) / classes / (classes / 2).sqrt()
         mean, variances = mean / size.sqrt(), variances / size
@@ -112,13 +105,8 @@ SIGNED_BYTES = 16 << 20  # of columns that are built at once where they are summ
 
 
 class Columns:
-    """S, ``(columns, *outputs.shape)``, as slices that are computed when they are asked for: of K outputs all of it has ``N K^2`` numbers.
-
-    Args:
-        count: how many columns.
-        build: ``(begin, end) -> (end - begin, *outputs.shape)``.
-        bytes_each: what building one takes at the most, temporaries included.
-    """
+    """S, ``(columns, *outputs.shape)``, as slices that ``build(begin, end)`` computes when they are asked for: of K outputs all of it has
+    ``N K^2`` numbers. ``bytes_each`` is what building one takes at the most, temporaries included."""
 
     def __init__(self, count: int, build: Callable[[int, int], Tensor], bytes_each: int) -> None:
         self._count, self._build, self.bytes_each = count, build, bytes_each
@@ -132,7 +120,7 @@ class Columns:
 
 
 def unit_columns(outputs: Tensor) -> Columns:
-    """One for each entry of a data point's outputs, whose vector-Jacobian product is the gradient of the entry."""
+    """Unit vectors, one for each entry of a data point's outputs, whose vector-Jacobian product is the gradient of the entry."""
     entries = math.prod(outputs.shape[1:])
 
     def build(begin: int, end: int) -> Tensor:
@@ -179,8 +167,7 @@ class Likelihood(ABC):
     @abstractmethod
     def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns | Tensor:
         """S, ``(columns, *outputs.shape)``, with ``sum_k S[k,n] S[k,n]^T`` the Hessian of ``-log p`` in ``f_n``, up to columns whose share
-        of the batch's total trace is at most ``tolerance``.
-        """
+        of the batch's total trace is at most ``tolerance``."""
 
     def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Columns | Tensor:
         """One random column, ``(1, *outputs.shape)``, whose outer product is the Hessian on average: here the sum of all columns with
@@ -214,27 +201,17 @@ class Likelihood(ABC):
         return outputs
 
     def probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
-        """The mean of :meth:`response` under a Gaussian over outputs, ``(N, ..., K)``, of a likelihood with classes.
-
-        Args:
-            link: one of :data:`ella_cuda.laplace.likelihoods.LINKS` but "mc".
-            mean: ``(N, ..., K)``.
-            covariance: ``(N, ..., K, K)``; variances ``(N, ..., K)`` for a link that takes no others, and where outputs are not coupled.
-        """
+        """The mean of :meth:`response` under a Gaussian over outputs, ``(N, ..., K)``, of a likelihood with classes, by one of :data:`LINKS`
+        but "mc". The covariance is ``(N, ..., K, K)``, or variances ``(N, ..., K)`` for a link that takes no others, and where outputs are
+        not coupled."""
         raise NotImplementedError(f"{type(self).__name__} must define probabilities, as it has classes.")
 
     def log_predictive(self, predictions: Any, targets: Tensor, sigma_noise: Tensor, n_samples: int = 100) -> Tensor:
-        """Log densities of targets under predictions, float64, whose sum is that of the batch; here by ``n_samples`` draws of independent
-        outputs, those of a generator of its own.
-
-        Args:
-            predictions: mean and variance of the outputs, ``(N, ..., K)`` each; probabilities of a likelihood with classes.
-        """
+        """Log densities of targets under predictions, float64, whose sum is that of the batch: under mean and variance of the outputs,
+        ``(N, ..., K)`` each, or probabilities of a likelihood with classes. Here by ``n_samples`` draws of independent outputs."""
         mean, variance = (part.double() for part in predictions)
-        generator = torch.Generator("cpu").manual_seed(0)
-        drawn = torch.randn(n_samples, *mean.shape, generator=generator, dtype=torch.float64, device="cpu").to(
-            mean.device
-        )
+        generator, kind = torch.Generator("cpu").manual_seed(0), {"dtype": torch.float64, "device": "cpu"}
+        drawn = torch.randn(n_samples, *mean.shape, generator=generator, **kind).to(mean.device)
         outputs = (self.at_normal(mean, variance, one) for one in drawn)
         each = [self.log_prob(f, targets).reshape(len(targets), -1).sum(1) for f in outputs]
         return torch.logsumexp(torch.stack(each), 0) - math.log(n_samples)
@@ -266,16 +243,13 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {}
 
 
 def register_likelihood(name: str) -> Callable[[LikelihoodType], LikelihoodType]:
-    """Class decorator: a name for the decorated :class:`Likelihood`, by which ``KronLaplace(likelihood=...)`` and saved states know it.
-
-    The same class, defined anew, replaces what was registered.
+    """Class decorator: a name for the decorated :class:`Likelihood`, by which ``KronLaplace(likelihood=...)`` and saved states know it. The
+    same class, defined anew, replaces what was registered.
 
     Example::
 
         @ella_cuda.laplace.register_likelihood("exponential")
-        class Exponential(ella_cuda.laplace.IndependentLikelihood):
-            \"\"\"Waiting times; outputs are log rates.\"\"\"
-
+        class Exponential(ella_cuda.laplace.IndependentLikelihood):  # of waiting times; outputs are log rates
             def log_prob(self, outputs, targets):
                 return outputs - outputs.exp() * targets
 
@@ -283,8 +257,7 @@ def register_likelihood(name: str) -> Callable[[LikelihoodType], LikelihoodType]
                 return outputs.exp() * targets
 
     Raises:
-        TypeError: ``name`` is no name, or the decorated class no Likelihood.
-        ValueError: ``name`` is the name of another class.
+        TypeError: ``name`` is no name, or the decorated class no Likelihood. ValueError: ``name`` is the name of another class.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f'register_likelihood: expected a name, got {name!r}; write @register_likelihood("name").')
@@ -307,17 +280,8 @@ def register_likelihood(name: str) -> Callable[[LikelihoodType], LikelihoodType]
 
 
 def likelihood_of(given: str | Likelihood, ignore_index: int = IGNORED, where: str = "") -> Likelihood:
-    """The likelihood of a registered name, or the given object of a registered class.
-
-    Args:
-        given: a name or an object.
-        ignore_index: the label that a classification by name leaves out, and others whose constructor takes it.
-        where: begins messages.
-
-    Raises:
-        TypeError: an object of a class that is not registered, or a class; ``ignore_index`` is no integer.
-        ValueError: no such name; an ``ignore_index`` for something else than a classification.
-    """
+    """The likelihood of a registered name, whose constructor gets ``ignore_index`` if it takes that, or the given object of a registered
+    class; TypeError and ValueError, which begin with ``where``, of others."""
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral):
         raise TypeError(f"{where}ignore_index must be an integer, got {ignore_index!r}.")
     if isinstance(given, type) and issubclass(given, Likelihood):
@@ -341,8 +305,8 @@ def likelihood_of(given: str | Likelihood, ignore_index: int = IGNORED, where: s
 
 @register_likelihood("classification")
 class Classification(Likelihood):
-    """Softmax over K classes, the outputs' last axis: outputs ``(N, ..., K)``, targets ``(N, ...)`` integers in 0..K-1. Every position has a
-    label of its own; those with the label ``ignore_index`` have no part in the likelihood and its Hessian."""
+    """Softmax over K classes, the outputs' last axis: outputs ``(N, ..., K)``, targets ``(N, ...)`` integers in 0..K-1. Positions with the
+    label ``ignore_index`` have no part in the likelihood and its Hessian."""
 
     has_classes = True
     couples_outputs = True
@@ -400,8 +364,7 @@ class Classification(Likelihood):
         return right.sum(), counted.sum()
 
     def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
-        """The K-1 columns of each position's Cholesky factor of ``diag(p) - p p^T``, in closed form, its classes sorted from likely to
-        unlikely.
+        """The K-1 columns of each position's Cholesky factor of ``diag(p) - p p^T``, its classes sorted from likely to unlikely.
 
         With tails ``s_j = p_j + ... + p_{K-1}``: ``L[j,j] = sqrt(p_j s_{j+1} / s_j)`` and ``L[i,j] = -p_i sqrt(p_j /
         (s_j s_{j+1}))`` below. In logarithms nothing underflows to 0/0, however certain the prediction. After j columns
@@ -465,11 +428,8 @@ class Classification(Likelihood):
 
 
 class IndependentLikelihood(Likelihood):
-    """Outputs' entries that are independent of each other: outputs of any shape ``(N, ...)``, a target for each.
-
-    Subclass it, decorate it with :func:`register_likelihood`, and define :meth:`log_prob` and :meth:`second_derivative`. :meth:`check`
-    looks at the targets' shape; what their values must be is added to it.
-    """
+    """Outputs' entries that are independent of each other: outputs of any shape ``(N, ...)``, a target for each. Subclass it, decorate it
+    with :func:`register_likelihood`, and define :meth:`log_prob` and :meth:`second_derivative`; :meth:`check` looks at the targets' shape."""
 
     @abstractmethod
     def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -492,19 +452,14 @@ class IndependentLikelihood(Likelihood):
 
     def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Tensor:
         where = {"dtype": outputs.dtype, "device": _device(outputs, generator)}
-        return (
-            torch.randn(outputs.shape, generator=generator, **where).to(outputs.device)
-            * self._root(outputs, targets).to(outputs.dtype)
-        )[None]
+        drawn = torch.randn(outputs.shape, generator=generator, **where).to(outputs.device)
+        return (drawn * self._root(outputs, targets).to(outputs.dtype))[None]
 
 
 @register_likelihood("regression")
 class Regression(IndependentLikelihood):
-    """Gaussian with standard deviation sigma on every output; targets real, of the outputs' shape.
-
-    Curvature is kept at sigma = 1: the precision 1/sigma^2 is applied when the evidence is evaluated, which keeps it
-    differentiable.
-    """
+    """Gaussian with standard deviation sigma on every output; targets real, of the outputs' shape. Curvature is kept at sigma = 1, so that
+    the evidence is differentiable in sigma."""
 
     has_noise = True
 
@@ -556,8 +511,7 @@ class _Discrete(IndependentLikelihood):
 
 @register_likelihood("binary")
 class Binary(_Discrete):
-    """Bernoulli variables whose logits are the outputs: targets 0 or 1 of the outputs' shape, or ``(N,)`` for outputs ``(N, 1)``; bool,
-    integer or real."""
+    """Bernoulli variables whose logits are the outputs: targets 0 or 1, bool, integer or real."""
 
     has_classes = True
     values = "0 or 1"
@@ -590,8 +544,7 @@ class Binary(_Discrete):
 
 @register_likelihood("poisson")
 class Poisson(_Discrete):
-    """Counts whose log rates are the outputs: targets whole numbers from 0 on, of the outputs' shape, or ``(N,)`` for outputs ``(N, 1)``;
-    integer or real."""
+    """Counts whose log rates are the outputs: targets whole numbers from 0 on, integer or real."""
 
     values = "whole numbers from 0 on"
 
@@ -613,9 +566,8 @@ class Poisson(_Discrete):
 @register_likelihood("heteroscedastic")
 class Heteroscedastic(Likelihood):
     """Gaussians, each of its own mean and variance: outputs ``(N, 2K)`` are natural parameters, first K times ``eta_1 = mu / sigma^2``, then
-    K times ``eta_2 = -1 / (2 sigma^2) < 0``; targets real, ``(N, K)``, or ``(N,)`` for K = 1.
-
-    In these the Hessian of ``-log p`` is the covariance of ``(y, y^2)``, whatever the target.
+    K times ``eta_2 = -1 / (2 sigma^2) < 0``; targets real, ``(N, K)``, or ``(N,)`` for K = 1. In these the Hessian of ``-log p`` is the
+    covariance of ``(y, y^2)``, whatever the target.
 
     Source: Immer et al., "Effective Bayesian heteroscedastic regression with deep neural networks", NeurIPS 2023, section 3.
     """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +18,10 @@ from ella_cuda.claim import claim
 from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
 from ella_cuda.laplace.evidence import Evidence, data_weight, effective_by_tensor, square_distances
+from ella_cuda.laplace.factors import require_checksum, with_checksum
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import Value, check_choice, fingerprint_of, positive_number, rounding_of, uneven_sum
-from ella_cuda.laplace.state import checked_tensor, require_checksum, with_checksum
-from ella_cuda.laplace.tangent_model import FORMS, TangentModel
+from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, fixed_points, mean_log_precisions, put, sums_by_group
 from ella_cuda.nn._sizes import as_count
 
@@ -39,8 +38,6 @@ INNER = 200  # fixed-point updates in a round
 DEPTH = 5  # rounds that Anderson's method looks back
 LOOSEST, INEXACT = 1e-3, 1e-2  # tolerance of the linear mode in a round, at most and of the last round's change
 TIGHTEST = {torch.float32: 1e-5, torch.float64: 1e-11}
-
-Vectors = Callable[[Tensor], Tensor]
 
 
 class LinearMode(NamedTuple):
@@ -71,31 +68,13 @@ class LinearMode(NamedTuple):
         tensors = {key: v.to(device, copy=True) for key, v in self._asdict().items() if isinstance(v, Tensor)}
         return self._replace(**tensors)
 
-    @classmethod
-    def of_state(cls, state: Any, n_params: int, n_tensors: int) -> LinearMode | None:
-        """The mode of a state, if it has one; ValueError where an entry is missing or does not fit."""
-        if state is None:
-            return None
-        if not isinstance(state, Mapping) or state.keys() != set(cls._fields):
-            raise ValueError(f"load_state_dict: linear_mode must be None or have the entries {', '.join(cls._fields)}.")
-        shapes = {"theta": (n_params,), "statistic": (), "square_norms": (n_tensors,)}
-        tensors = {key: checked_tensor(f"linear_mode: {key}", state[key], shape) for key, shape in shapes.items()}
-        check_choice("load_state_dict: linear_mode: form", state["form"], FORMS)
-        return cls(**{**state, **tensors})
-
 
 class _Loss:
-    """The linearised network's loss over a loader's data, whose passes are counted.
+    """The linearised network's loss over the data of la's fit, whose passes are counted, and move the bar; ``norm`` is in the metric of the
+    posterior's ``covariance``."""
 
-    Args:
-        la: fitted.
-        loader: of the data of the fit.
-        form: see :class:`TangentModel`.
-        bar: moves with every pass.
-    """
-
-    def __init__(self, la: Evidence, loader: Iterable[Any], form: str, bar: tqdm) -> None:
-        self.la, self.loader, self.bar = la, loader, bar
+    def __init__(self, la: Evidence, loader: Iterable[Any], form: str, bar: tqdm, max_passes: int) -> None:
+        self.la, self.loader, self.bar, self.max_passes = la, loader, bar, max_passes
         self.tangent = TangentModel(la.model, form, la.parameter_names)
         self.point = self.tangent.point.double()
         self.eps = torch.finfo(self.tangent.point.dtype).eps
@@ -104,10 +83,16 @@ class _Loss:
         precision = la.prior_precision.detach()
         self.prior = precision.repeat_interleave(torch.tensor(la.fitted_model.numels, device=precision.device))
         self.mean = la.prior_mean.expand(self.point.shape)
-        self.passes = 0
+        self.passes, self._posterior = 0, la.posterior_precision
         # Where a gradient was last taken, and the linearised network's outputs there, by batch.
         self._theta: Tensor | None = None
         self._outputs: dict[Any, Tensor] = {}
+
+    def covariance(self, vector: Tensor) -> Tensor:
+        return self._posterior.bmm(vector.to(self.tangent.point.dtype), -1).double()
+
+    def norm(self, vector: Tensor) -> float:
+        return math.sqrt(max(torch.dot(vector, self.covariance(vector)).item(), 0.0))
 
     def push(self, theta: Tensor) -> Tensor:
         """The direction that the linearised network's outputs at theta are derivatives along."""
@@ -129,11 +114,15 @@ class _Loss:
             def cotangent(f: Tensor, along: Tensor) -> Tensor:
                 likelihood.check(f, y)
                 h = self._outputs[_key(x)] = self.outputs(f, along)
-                slope = self._slope(h, y)
+                # In float64: of large outputs a softmax' small losses are differences.
+                with torch.enable_grad():
+                    wide = h.detach().double().requires_grad_()
+                    (slope,) = torch.autograd.grad(-likelihood.log_prob(wide, y).sum(), wide)
+                slope = slope.to(h.dtype)
                 with torch.no_grad():
                     size = ((1 + slope.abs()) * f.abs()).sum(dtype=torch.float64)
-                    here = self._statistic(h, y), self._statistic(f, y), size, _not_finite(f), unfit
-                    sums.add_(torch.stack(here))
+                    statistics = [likelihood.statistic(outputs.double(), y).double() for outputs in (h, f)]
+                    sums.add_(torch.stack([*statistics, size, _not_finite(f), unfit]))
                 return slope
 
             return self.tangent.push_pull(x, direction, cotangent)
@@ -161,11 +150,7 @@ class _Loss:
     def product(self, direction: Tensor) -> tuple[Tensor, float]:
         """The loss' Hessian where the gradient was last taken, times a direction ``(P,)``, and the curvature along this: a pass. By outputs,
         for the direction times its product is negative where rounding of the two Jacobian products is larger than the curvature; 0 where
-        rounding hides the curvature.
-
-        Raises:
-            ArithmeticError: the curvature is negative. FloatingPointError: it is not finite.
-        """
+        rounding hides the curvature. ArithmeticError where it is negative, FloatingPointError where it is not finite."""
         bend = direction.new_zeros(2)
 
         def of(x: Inputs, y: Tensor) -> Tensor:
@@ -203,11 +188,9 @@ class _Loss:
             if data_points(x):
                 yield x, y
         if count != self.la.n_data:
-            what = (
-                "an iterator can be consumed once only, pass a re-iterable loader" if not count else "pass its loader"
-            )
+            what = "its loader, re-iterable: an iterator can be consumed once only" if not count else "its loader"
             raise ValueError(
-                f"fit_linear_mode: the loader must yield the {self.la.n_data} data points of the fit, got {count}; {what}."
+                f"fit_linear_mode: the loader must yield the {self.la.n_data} data points of the fit, got {count}; pass {what}."
             )
         self.passes += 1
         self.bar.update()
@@ -229,18 +212,6 @@ class _Loss:
         if not math.isfinite(statistic):
             return math.inf
         return -self.weight * statistic + 0.5 * torch.dot(self._of_prior(theta), theta - self.mean).item()
-
-    # In float64: of large outputs a softmax' small losses are differences.
-
-    def _statistic(self, h: Tensor, y: Tensor) -> Tensor:
-        return self.la.likelihood_function.statistic(h.double(), y).double()
-
-    def _slope(self, h: Tensor, y: Tensor) -> Tensor:
-        """The gradient of ``-log p`` in the outputs."""
-        with torch.enable_grad():
-            wide = h.detach().double().requires_grad_()
-            (slope,) = torch.autograd.grad(-self.la.likelihood_function.log_prob(wide, y).sum(), wide)
-        return slope.to(h.dtype)
 
     def _curved(self, h: Tensor, y: Tensor, along: Tensor) -> Tensor:
         """The Hessian of ``-log p`` in the outputs times a direction of theirs."""
@@ -286,7 +257,7 @@ def solve(
     file = _Checkpoint(la, form, checkpoint)
     bars = tqdm(desc="linear mode", unit="pass", disable=not progress_bar, leave=False)
     with file.claimed(), bars as bar, torch.no_grad():
-        loss = _Loss(la, loader, form, bar)
+        loss = _Loss(la, loader, form, bar, max_passes)
         theta = file.read()
         theta = start if theta is None else theta
         theta = (loss.mean if form == "simple" else loss.point) if theta is None else theta.to(loss.point)
@@ -294,16 +265,11 @@ def solve(
             theta = torch.where(loss.free > 0, theta, loss.point)
         if _chosen(la, solver, loss) == "dual":
             theta = _by_kernel(la, loss)
-        posterior = la.posterior_precision
-
-        def covariance(vector: Tensor) -> Tensor:
-            return posterior.bmm(vector.to(loss.tangent.point.dtype), -1).double()
-
-        return _newton(loss, theta, covariance, precondition, tol, max_passes, file)
+        return _newton(loss, theta, precondition, tol, file)
 
 
 def _chosen(la: Evidence, solver: str, loss: _Loss) -> str:
-    """The solver, chosen if it is to be; ValueError where the likelihood does not have it."""
+    """The solver, chosen if it is "auto"; ValueError where the likelihood does not have it."""
     check_choice("solver", solver, SOLVERS)
     gaussian = isinstance(la.likelihood_function, Regression)
     if solver in ("cg", "dual") and not gaussian:
@@ -318,15 +284,7 @@ def _chosen(la: Evidence, solver: str, loss: _Loss) -> str:
     return "dual" if few and solver == "auto" else solver
 
 
-def _newton(
-    loss: _Loss,
-    theta: Tensor,
-    covariance: Vectors,
-    precondition: bool,
-    tol: float,
-    max_passes: int,
-    file: _Checkpoint,
-) -> LinearMode:
+def _newton(loss: _Loss, theta: Tensor, precondition: bool, tol: float, file: _Checkpoint) -> LinearMode:
     """Newton's method, each step by conjugate gradients; of a regression one step, and more where rounding asks for them."""
     la, quadratic = loss.la, isinstance(loss.la.likelihood_function, Regression)
     statistic, slope, prior = loss.gradient(theta)
@@ -337,86 +295,67 @@ def _newton(
         )
     while True:
         gradient = slope + prior
-        norm = _norm(gradient, covariance)
-        largest = max(_norm(slope, covariance), _norm(prior, covariance))
+        norm, largest = loss.norm(gradient), max(loss.norm(slope), loss.norm(prior))
         residual = norm / largest if largest else 0.0
         loss.bar.set_postfix(residual=f"{residual:.1e}")
         file.write(theta, force=True)
         done = residual <= tol
-        # A step is a product and a gradient at least.
-        if done or stalled > 1 or loss.passes + 2 > max_passes:
+        if done or stalled > 1 or loss.passes + 2 > loss.max_passes:  # a step is a product and a gradient at least
             break
         share = 0.0 if quadratic else min(0.5, math.sqrt(residual))
         aim = max(OVERSHOOT * tol * largest, share * norm)
-        step = _conjugate(loss, theta, gradient, covariance, precondition, aim, max_passes - 1, file)
+        step = _conjugate(loss, theta, gradient, precondition, aim, file)
         rounding = loss.eps * abs(value)
-        descended = _descended(loss, theta, step, value, torch.dot(gradient, step).item(), rounding, max_passes)
+        descended = _descended(loss, theta, step, value, torch.dot(gradient, step).item(), rounding)
         if descended is None:
-            rounded = loss.passes < max_passes
+            rounded = loss.passes < loss.max_passes
             break
         there, after, (statistic, slope, prior) = descended
-        still = after > value - rounding and _norm(slope + prior, covariance) > 0.5 * norm
+        still = after > value - rounding and loss.norm(slope + prior) > 0.5 * norm
         stalled = stalled + 1 if still else 0
         theta, value = there, after
-    why = ""
+    why = f"max_passes={loss.max_passes} are over: call again for more, which go on from here"
     if done:
+        why = ""
         file.remove()
     elif stalled > 1 or rounded:
         why = "rounding keeps it there: use model.double(), or a larger tol"
-    else:
-        why = f"max_passes={max_passes} are over: call again for more, which go on from here"
     norms = square_distances(la, theta.split(la.fitted_model.numels))
     found = torch.tensor(statistic, dtype=torch.float64, device=theta.device)
     return LinearMode(theta.clone(), found, norms, loss.tangent.form, value, residual, loss.passes, why)
 
 
 def _descended(
-    loss: _Loss, theta: Tensor, step: Tensor, value: float, descent: float, rounding: float, passes: int
+    loss: _Loss, theta: Tensor, step: Tensor, value: float, descent: float, rounding: float
 ) -> tuple[Tensor, float, tuple[float, Tensor, Tensor]] | None:
     """A place along a step where the loss has fallen, the loss and :meth:`_Loss.gradient` there; the step's length is halved until it does.
-    None where passes are over before, or float32 sees no fall.
-
-    Raises:
-        ArithmeticError: the loss does not fall in float64.
-    """
+    None where passes are over before, or float32 sees no fall; ArithmeticError where float64 sees none."""
     length = 1.0
-    while loss.passes < passes:
+    while loss.passes < loss.max_passes:
         there = theta + length * step
         found = loss.gradient(there)
         after = loss.value(found[0], there)
         if after <= value + SUFFICIENT * length * descent + rounding:
             return there, after, found
         length /= 2
-        if length >= SHORTEST:
-            continue
-        if loss.tangent.point.dtype == torch.float64:
+        if length < SHORTEST and loss.tangent.point.dtype == torch.float64:
             raise ArithmeticError(
                 f"fit_linear_mode: the loss rises along a Newton step: its derivatives do not belong together; check {loss.la.likelihood!r}."
             )
-        break
+        if length < SHORTEST:
+            break
     return None
 
 
-def _norm(vector: Tensor, covariance: Vectors) -> float:
-    return math.sqrt(max(torch.dot(vector, covariance(vector)).item(), 0.0))
-
-
 def _conjugate(
-    loss: _Loss,
-    theta: Tensor,
-    gradient: Tensor,
-    covariance: Vectors,
-    precondition: bool,
-    aim: float,
-    passes: int,
-    file: _Checkpoint,
+    loss: _Loss, theta: Tensor, gradient: Tensor, precondition: bool, aim: float, file: _Checkpoint
 ) -> Tensor:
     """The Newton step, by conjugate gradients until the gradient's norm is ``aim`` by their own account, or passes are over."""
     step, left = torch.zeros_like(gradient), -gradient
     direction: Tensor | None = None
     before = 1.0
-    while loss.passes < passes:
-        covered = covariance(left)
+    while loss.passes < loss.max_passes - 1:
+        covered = loss.covariance(left)
         square = torch.dot(left, covered).item()
         if square <= aim**2:
             break
@@ -437,10 +376,9 @@ def _conjugate(
 def _by_kernel(la: Evidence, loss: _Loss) -> Tensor:
     r"""A regression's :math:`\mu + \Lambda^{-1} J^T (J \Lambda^{-1} J^T + \sigma^2 T)^{-1} (y - h(\mu))`, by the kernel of all outputs."""
     x, y = joined([kept(pair) for pair in loss.batches()])
-    prior = la._posterior(
-        la.prior_precision.detach(), la.fitted_model.zero
-    )  # J Lambda^-1 J^T is its covariance of outputs
-    kernel = la._moments_under(x, [prior], joint=True)[1][0].double()
+    prior = la._posterior(la.prior_precision.detach(), la.fitted_model.zero)
+    _, (covariance,) = la._moments_under(x, [prior], joint=True)
+    kernel = covariance.double()  # J Lambda^-1 J^T
     kernel.diagonal().add_(1 / loss.weight)
     h = loss.outputs(loss.tangent.outputs(x), loss.tangent.jvp(x, loss.push(loss.mean))).double()
     factor, failed = torch.linalg.cholesky_ex(kernel)
@@ -473,9 +411,8 @@ class _Checkpoint:
 
     def claimed(self) -> AbstractContextManager[None]:
         """A lock, by which one process alone works on the file."""
-        if self.path is None:
-            return contextlib.nullcontext()
-        return claim(self.path.with_name(f".{self.path.name}.lock"), f"fit_linear_mode: checkpoint {self.path}")
+        where = f"fit_linear_mode: checkpoint {self.path}"
+        return nullcontext() if self.path is None else claim(self.path.with_name(f".{self.path.name}.lock"), where)
 
     def read(self) -> Tensor | None:
         """The place where the last solution was interrupted, if one was; what killed processes left of the file is removed."""
@@ -528,19 +465,15 @@ def alternate(
 
     Each raises :math:`M(\Lambda; \theta)`, the evidence at the precisions and at a mean, in one of its arguments, so that the evidence at the
     mode rises from one round to the next; where it stands still, its gradient is zero, by the envelope theorem. Rounds alone come there
-    linearly, which can be slow, so that Anderson's method goes on from several of them; where the evidence falls by that, the plain round is
-    taken instead, from the mode before: a mode that is not reached in its passes is near only if it starts near. Groups of which the data
-    determine next to nothing have no part in this, nor in what stands still: their precisions may go on to the bound while nothing else
-    moves.
+    linearly, so that Anderson's method goes on from several of them; where the evidence falls by that, the plain round is taken instead, from
+    the mode before: a mode that is not reached in its passes is near only if it starts near. Groups of which the data determine next to
+    nothing have no part in this, nor in what stands still: their precisions may go on to the bound while nothing else moves.
 
     Args:
         la: fitted, at the precisions where the rounds start; at those of the last linear mode in the end.
         find: finds the linear mode at la's present values, to a tolerance.
-        n_steps: rounds, at most.
-        group, tune_sigma: see :func:`ella_cuda.laplace.tuning.fixed_points`.
-        tol: the largest change of a logarithm that is none.
-        accelerated: whether to go on from several rounds.
-        progress_bar: show one.
+        n_steps: rounds, at most. group, tune_sigma: see :func:`ella_cuda.laplace.tuning.fixed_points`.
+        tol: the largest change of a logarithm that is none. accelerated: whether to go on from several rounds.
 
     Source: Antoran et al., ICML 2022, section 4; Walker and Ni, "Anderson acceleration for fixed-point iterations", 2011.
     """

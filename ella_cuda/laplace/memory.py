@@ -30,12 +30,9 @@ ROUND = 2  # what passes take for each byte of gradients: layers make copies, an
 
 
 def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Inputs | None) -> int:
-    """The most that is allocated at once beside what is there before: the factors, and the larger of what a pass over a batch and
-    what the eigenvalues take.
+    """The most that a fit allocates at once: the factors, and the larger of what a pass over a batch and what the eigenvalues take.
 
     Args:
-        model: the network.
-        rules: of its layers.
         memory_budget: of the gradients of one backward pass.
         x: a batch of the size that the loader yields, on the model's device; None leaves out what its forward pass keeps.
     """
@@ -48,15 +45,7 @@ def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: I
 
 
 def require_memory(model: nn.Module, rules: Sequence[Rule]) -> None:
-    """Compare what the factors of a fit and their eigenvalues will take, whatever the batches, with what the device has available.
-
-    Args:
-        model: the network.
-        rules: of its layers, before their factors are allocated.
-
-    Raises:
-        MemoryError: it has less; the message has both in bytes, and the parameters that take most.
-    """
+    """MemoryError where the factors of a fit, which are not allocated yet, and their eigenvalues will take more than the device has."""
     device = next(rules[0].module.parameters()).device
     needed, available = peak_bytes(model, rules, 0, None), available_bytes(device)
     if available is None or needed <= available:
@@ -109,8 +98,7 @@ def telling_needs(
 
     Args:
         batch: gives the last batch's x and y, y None before the first.
-        estimate: of a fit on batches like x, in bytes; runs the model on its first data points.
-        factors: bytes of these, in the estimate.
+        estimate: the bytes of a fit on batches like x, ``factors`` of them for these; runs the model on its first data points.
     """
     try:
         yield
@@ -123,9 +111,7 @@ def telling_needs(
         try:
             needs = f"about {estimate(x):,} bytes (KronLaplace.memory_estimate), {factors:,} of them for factors"
         except RuntimeError:
-            needs = (
-                f"{factors:,} bytes for factors, and more than there is for what the network keeps of one data point"
-            )
+            needs = f"{factors:,} bytes for factors, and more than there is for one data point"
         raise kind(
             f"fit: there is no memory left ({error}). With batches of {len(y)} a fit and its evidence take {needs}. Use a smaller "
             "memory_budget, smaller batches, or freeze parameters."
@@ -145,8 +131,8 @@ class _Held:
 
 
 def _of_a_batch(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Inputs) -> tuple[int, int, int]:
-    """Bytes that the graph of a fit keeps of a batch's images that go together, those of a column's gradients, and of all columns': from its
-    first image's, for each."""
+    """Bytes that the graph of a fit keeps of a batch's images that go together, those of a column's gradients, and of all columns', estimated
+    from its first image."""
     constants = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     held: weakref.WeakSet[_Held] = weakref.WeakSet()  # what no node holds any more is not among it
 

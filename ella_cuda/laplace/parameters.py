@@ -76,12 +76,8 @@ def require_local(model: nn.Module) -> None:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name, in ``model.named_parameters()`` order; those of several names by the first.
-
-    Raises:
-        ValueError: there are none, or they are spread over devices.
-        TypeError: one is of a wrong dtype.
-    """
+    """Trainable parameters by name, in ``model.named_parameters()`` order; those of several names by the first. ValueError where there are
+    none, or they are spread over devices; TypeError where one is of a wrong dtype."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError("KronLaplace: the model has no trainable parameters; set requires_grad of some.")
@@ -136,7 +132,9 @@ def fingerprint_of(model: nn.Module, without: Collection[str] = ()) -> Tensor:
     if not floating:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     sums = uneven_sums([tensor for _, tensor in floating])
-    return (sums * torch.tensor([index for index, _ in floating], dtype=torch.float64).to(sums.device)).sum()
+    return (
+        sums * torch.tensor([index for index, _ in floating], dtype=torch.float64, device="cpu").to(sums.device)
+    ).sum()
 
 
 def _as_looked_up(embedding: nn.Embedding | nn.EmbeddingBag) -> Tensor:
@@ -202,9 +200,7 @@ def _uneven(count: int, device: torch.device) -> Tensor:
 
 
 class FittedBases:
-    """The bases of a model's sparsified layers as they were: log determinants at others would be of another network than the data
-    fit's.
-    """
+    """The bases of a model's sparsified layers as they were: log determinants at others would be of another network than the data fit's."""
 
     def __init__(self, model: nn.Module) -> None:
         self.found = {n: (m, m.versions()) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}

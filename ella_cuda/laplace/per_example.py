@@ -13,14 +13,15 @@ from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, model_ou
 from ella_cuda.laplace.check_model import leaf_uses
 from ella_cuda.laplace.copies import chunks_of
 from ella_cuda.laplace.likelihoods import Columns
-from ella_cuda.laplace.tangent import ReplacedParameters, differ
+from ella_cuda.laplace.tangent import OfPoint, ReplacedParameters, Values, by_vmap, differ, one_by_one
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import PerExampleRule
 
 
 class PerExampleGradients:
-    """The gradients that :class:`PerExampleRule` takes, of some columns and data points at a time.
+    """The gradients that :class:`PerExampleRule` takes, of some columns and data points at a time: in a model in evaluation mode, without
+    hooks of a fit, whose parameters and buffers are constants.
 
     A data point is a batch of one, so that whatever the forward does with the parameter is differentiated by autograd. Data points and
     columns go together by :func:`torch.func.vmap`, or one after the other where that cannot take the model.
@@ -52,9 +53,8 @@ class PerExampleGradients:
         self._require_read_from_modules(take(x, slice(1)))
         with torch.no_grad():
             outputs = model_outputs(self.model, few)
-        columns = torch.randn(
-            2, *outputs.shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu"
-        ).to(outputs)
+        generator, kind = torch.Generator("cpu").manual_seed(0), {"dtype": torch.float64, "device": "cpu"}
+        columns = torch.randn(2, *outputs.shape, generator=generator, **kind).to(outputs)
         apart = self._one_by_one(few, columns)
         try:
             together = self._by_vmap(few, columns)
@@ -80,14 +80,11 @@ class PerExampleGradients:
         hand_on: Callable[[PerExampleRule, str, Tensor, bool], None],
         most_copies: int | None = None,
     ) -> None:
-        """Hand on the gradients of a batch.
+        """Hand on the gradients of a batch: to ``hand_on`` a rule, the name of a parameter, gradients ``(K, N, *parameter.shape)`` of some of
+        the data points and columns, and whether columns are the last.
 
         Args:
-            x: inputs of N data points.
-            columns: of the batch.
-            column_bytes: of the gradients of a column of the whole batch.
-            memory_budget: bytes that gradients may take at a time.
-            hand_on: gets a rule, the name of a parameter, gradients ``(K, N, *parameter.shape)`` and whether columns are the last.
+            column_bytes: of the gradients of a column of the whole batch. memory_budget: that gradients may take at a time.
             most_copies: of a data point that are there at a time, where the model averages over copies; None is all.
         """
         count, own = data_points(x), sum(v.numel() * v.element_size() for v in self._parameters.values().values())
@@ -140,35 +137,20 @@ class PerExampleGradients:
 
     def _by_vmap(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
         """``(K, N, *parameter.shape)`` of every parameter from columns ``(K, N, *outputs)``."""
-
-        def of_one(tensors: list[Tensor], its_columns: Tensor) -> dict[str, Tensor]:
-            parts = iter(tensors)
-            one = map_tensors(x, lambda _: next(parts)[None])
-            _, vjp = torch.func.vjp(lambda values: self._output(values, one), self._parameters.values())
-            return torch.func.vmap(lambda column: vjp(column)[0])(its_columns)
-
         recording = torch.is_grad_enabled()
         with torch.enable_grad():  # without it a kernel may keep nothing for its backward, as an LSTM's on the CPU
-            found = torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(tensors_of(x), columns)
+            found = by_vmap(self._of_point(x), self._parameters.values(), tensors_of(x), columns)
         return found if recording else {name: gradient.detach() for name, gradient in found.items()}
 
     def _one_by_one(self, x: Inputs, columns: Tensor, keep: bool = False) -> dict[str, Tensor]:
         """:meth:`_by_vmap` by plain autograd, in the graph if ``keep``."""
-        found: dict[str, list[Tensor]] = {name: [] for name in self._parameters.values()}
-        for n, its_columns in enumerate(columns.unbind(1)):
-            values = {name: value.clone().requires_grad_() for name, value in self._parameters.values().items()}
-            with torch.enable_grad():
-                outputs = self._output(values, take(x, slice(n, n + 1)))
-            for column in its_columns:
-                gradients = (
-                    torch.autograd.grad(
-                        outputs, list(values.values()), column, retain_graph=True, create_graph=keep, allow_unused=True
-                    )
-                    if outputs.requires_grad
-                    else [None] * len(values)
-                )
-                for (name, value), gradient in zip(values.items(), gradients, strict=True):
-                    found[name].append(torch.zeros_like(value) if gradient is None else gradient)
-        shape = columns.shape[1], columns.shape[0]
-        stacked = {name: torch.stack(parts).unflatten(0, shape).transpose(0, 1) for name, parts in found.items()}
-        return stacked if keep else {name: gradients.detach() for name, gradients in stacked.items()}
+        return one_by_one(self._of_point(x), self._parameters.values(), tensors_of(x), columns, keep)
+
+    def _of_point(self, x: Inputs) -> OfPoint:
+        """:meth:`_output` as a function of values and the tensors of a data point of x."""
+
+        def outputs(values: Values, tensors: Sequence[Tensor]) -> Tensor:
+            parts = iter(tensors)
+            return self._output(values, map_tensors(x, lambda _: next(parts)[None]))
+
+        return outputs

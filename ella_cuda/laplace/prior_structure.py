@@ -42,17 +42,8 @@ ABOUT = re.compile("shape|dtype|device|n?dim|ndimension|layout|requires_grad|siz
 
 
 def group_indices(structure: str, names: Sequence[str], model: nn.Module) -> list[int]:
-    """The number of each parameter tensor's group, whose tensors have one precision. Groups are numbered as they come.
-
-    Args:
-        structure: one of :data:`STRUCTURES`: "layerwise" (every tensor is a group), "module" (those of one module are), "normalised"
-            (:func:`prior_groups`) or "scalar" (all of them are).
-        names: of parameters of the model, of all or of some.
-        model: whose graph "normalised" needs.
-
-    Raises:
-        ValueError: see :func:`prior_groups`.
-    """
+    """The number of each named parameter tensor's group, whose tensors have one precision, in the order of their coming: "layerwise" (every
+    tensor is a group), "module" (those of one module are), "normalised" (:func:`prior_groups`, with its errors) or "scalar" (all are)."""
     if structure == "normalised":
         keys = {name: group for group, members, _ in prior_groups(model) for name in members}
     else:
@@ -81,9 +72,6 @@ def prior_groups(model: nn.Module) -> list[tuple[str, list[str], bool]]:
     one; ``weight_in`` and ``bias_in`` are another one where there is no ``bias_out``, else they are not normalised. Layers that share a
     tensor are one group, which is normalised if each of them is. Not normalised are parameters of normalisations, of layers that are not
     known here, parameters that something else than their layer uses, and tensors whose group has a frozen one.
-
-    Args:
-        model: the network.
 
     Returns:
         ``(name, parameter names, normalised)`` of every group, parameters by their names in ``model.named_parameters()``. A normalised
@@ -160,14 +148,8 @@ def _scaled_together(module: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 
 class _Graph:
-    """A network's graph in evaluation mode, by torch.fx.
-
-    Attributes:
-        used: ids of the parameters that something else than their own layer uses.
-
-    Raises:
-        Exception: whatever torch.fx or the model raise where the model cannot be traced.
-    """
+    """A network's graph in evaluation mode, by torch.fx, with its errors; ``used`` are ids of the parameters that something else than their
+    own layer uses."""
 
     def __init__(self, model: nn.Module) -> None:
         self._root = nn.Sequential(model) if _is_leaf(model) or _kind(model) in INSIDE else model

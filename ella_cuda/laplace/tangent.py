@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from ella_cuda.laplace.interception import hookable_modules, hooks
 from ella_cuda.laplace.parameters import rounding_of
 
 Values = dict[str, Tensor]
+OfPoint = Callable[[Values, Sequence[Tensor]], Tensor]
 
 
 class NoGradientError(NotImplementedError):
@@ -27,13 +27,8 @@ class NoGradientError(NotImplementedError):
 
 
 class ReplacedParameters:
-    """A model's parameters under other values, wherever a module has them; and other tensors of it, if wanted.
-
-    Args:
-        model: the network.
-        names: of the parameters, as ``model.named_parameters()`` has them.
-        others: names of more parameters and of buffers, which :meth:`split` does not have.
-    """
+    """A model's named parameters under other values, wherever a module has them; and other parameters and buffers, which :meth:`split` does
+    not have."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], others: Sequence[str] = ()) -> None:
         self.parameters = {name: model.get_parameter(name) for name in names}
@@ -100,16 +95,14 @@ def push_by_gradients(function: Callable[[Values], Tensor], values: Values, dire
     return outputs, torch.autograd.grad(product, seed, retain_graph=True)[0]
 
 
-def has_forward_mode(function: Callable[[Values], Tensor], values: Values, strict: bool = False) -> bool:
+def has_forward_mode(function: Callable[[Values], Tensor], values: Values) -> bool:
     """Whether derivatives are to be taken in forward mode; otherwise by two gradients. It is the way whose derivative J u along a random
     direction is the transpose of gradients: <J u, r> = <u, J^T r>, for a random r. Where only the forward mode differs, differences of
     outputs say which of both is wrong.
 
-    With ``strict``, a forward mode that is wrong is an error too.
-
     Raises:
-        NotImplementedError: neither way is there, :class:`NoGradientError` where gradients are not either. ArithmeticError: gradients are not
-            those of the function. With a reason in words.
+        NotImplementedError: neither way is there, :class:`NoGradientError` where gradients are not either.
+        ArithmeticError: gradients are not those of the function.
         RuntimeError: the outputs are no function of the values to autograd.
     """
 
@@ -131,25 +124,24 @@ def has_forward_mode(function: Callable[[Values], Tensor], values: Values, stric
             wanted = torch.cat([(u[n] * g).double().flatten() for n, g in zip(u, pulled, strict=True)])
             agrees, known = not apart((along * r).double(), wanted, rounding), way is push
             if not known:
-                # Backward hooks of modules have no forward mode, and no part where no gradient is recorded.
-                with suppress(Exception), torch.no_grad():
+                with (
+                    suppress(Exception),
+                    torch.no_grad(),
+                ):  # without modules' backward hooks, which have no forward mode
                     along, known = push(function, values, u)[1], True
             found = (along * r).double()
             sums = found.sum(), wanted.sum()
             if known and apart(found, wanted, rounding) and _follows_first(function, values, u, r, *sums):
                 raise ArithmeticError("its gradients are not its derivatives: a backward hook or a flag changes them")
-            if strict and way is push and not agrees:
-                raise ArithmeticError("its derivatives in forward mode and its gradients do not belong together")
             if agrees:
                 return way is push
         outputs = function(leaves)
-        r = drawn(outputs, len(u))
         if not outputs.requires_grad:
             raise RuntimeError(
                 "the output does not depend on the parameters through autograd (is it computed under no_grad?)"
             )
         try:
-            torch.autograd.grad(outputs, [*leaves.values()], r, materialize_grads=True)
+            torch.autograd.grad(outputs.sum(), [*leaves.values()], materialize_grads=True)
         except NotImplementedError as error:
             raise NoGradientError(f"torch has no gradient of it ({error})") from error
     raise NotImplementedError("it has no forward mode and is differentiable once")
@@ -175,17 +167,8 @@ def apart(one: Tensor, other: Tensor, rounding: float) -> Tensor:
 def jvp(
     function: Callable[[Values], Tensor], values: Values, directions: Values, in_forward_mode: bool = True
 ) -> Tensor:
-    """The derivatives of a function of parameters along S directions, differentiable in these in forward mode.
-
-    Args:
-        function: of values by name, to a tensor.
-        values: where it is differentiated.
-        directions: ``(S, *shape)`` each.
-        in_forward_mode: what :func:`has_forward_mode` says.
-
-    Returns:
-        ``(S, *function(values).shape)``.
-    """
+    """The derivatives ``(S, *function(values).shape)`` of a function of values by name along S directions, ``(S, *shape)`` each,
+    differentiable in these in forward mode. ``in_forward_mode``: what :func:`has_forward_mode` says."""
 
     def forward(direction: Values) -> Tensor:
         return torch.func.jvp(function, (values,), (direction,))[1]
@@ -198,16 +181,14 @@ def jvp(
 
     load_forward_mode()
     way = forward if in_forward_mode else reverse
-    *others, last = (
-        {name: d[sample] for name, d in directions.items()} for sample in range(len(next(iter(directions.values()))))
-    )
+    count = len(next(iter(directions.values())))
+    *others, direction = ({name: d[sample] for name, d in directions.items()} for sample in range(count))
     try:
-        first = way(last)
+        last = way(direction)
     except Exception:  # a function that torch.func cannot take, such as one that differentiates itself
         if not in_forward_mode:
             raise
-        way, first = reverse, reverse(last)
-    last = first
+        way, last = reverse, reverse(direction)
     if way is forward and others:
         with suppress(Exception):  # whatever functions that vmap cannot take raise
             together = torch.func.vmap(way)(directions)
@@ -226,9 +207,7 @@ def differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     )
 
 
-def first_at_fault(
-    model: nn.Module, run: Callable[[], Any], error: Exception, strict: bool = False
-) -> tuple[str, Exception]:
+def first_at_fault(model: nn.Module, run: Callable[[], Any], error: Exception) -> tuple[str, Exception]:
     """The innermost module whose call has an error of this kind by itself, which is one of :func:`has_forward_mode`, in words, and its error;
     else the model and the given one. ``run`` calls the model."""
     names = hookable_modules(model)
@@ -238,7 +217,7 @@ def first_at_fault(
     with embeddings_have_derivatives(model):
         for module, args, kwargs in calls:
             try:
-                has_forward_mode(*_alone(module, args, kwargs), strict)
+                has_forward_mode(*_alone(module, args, kwargs))
             except type(error) as its:
                 return f"layer {names[module] or type(module).__name__!r} ({type(module).__name__})", its
             except Exception:  # a module that does not run by itself
@@ -266,9 +245,9 @@ def _alone(
 
 @contextmanager
 def embeddings_have_derivatives(model: nn.Module) -> Iterator[None]:
-    """Embeddings have no derivative along the rows of their padding, whose gradient torch.nn leaves out: its forward mode does not know of
-    them. What else uses the weight has all of its derivatives. Gradients that ``scale_grad_by_freq`` divides are no derivatives; sums and
-    means of bags go through functions that have a forward mode."""
+    """For the duration of the context, embeddings' forward mode has no derivative along the rows of their padding, whose gradient torch.nn
+    leaves out; other uses of the weight do. Gradients that ``scale_grad_by_freq`` divides are no derivatives; sums and means of bags go
+    through functions that have a forward mode."""
     whole: list[Tensor] = []
 
     def before(module: nn.Module, _: Any) -> None:
@@ -317,70 +296,66 @@ def _of_bags(
     return found / counted.sum(1, keepdim=True).clamp(min=1) if bag.mode == "mean" else found
 
 
-def by_autograd(
-    module: nn.Module, names: Sequence[str], arguments: Sequence[Any], gradient: Tensor
-) -> dict[str, Tensor]:
-    """Gradients in a layer's own parameters from those at its output, by autograd of the layer alone, one data point after the other
-    where :func:`torch.func.vmap` cannot take the layer.
+def by_vmap(outputs: OfPoint, values: Values, tensors: Sequence[Tensor], columns: Tensor) -> Values:
+    """Gradients ``(K, N, *value.shape)`` of single data points in values, all together by :func:`torch.func.vmap`, of columns
+    ``(K, N, ...)`` at the outputs of a data point's tensors; these are ``(N, ...)``."""
 
-    Args:
-        module: the layer; its forward is called without hooks.
-        names: of the parameters.
-        arguments: of the call, tensors ``(N, ...)``.
-        gradient: ``(K, N, ...)``.
+    def of_one(parts: list[Tensor], its_columns: Tensor) -> Values:
+        _, vjp = torch.func.vjp(lambda values: outputs(values, parts), values)
+        return torch.func.vmap(lambda column: vjp(column)[0])(its_columns)
 
-    Returns:
-        ``(K, N, *parameter.shape)`` of each.
-    """
+    return torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(list(tensors), columns)
+
+
+def one_by_one(
+    outputs: OfPoint, values: Values, tensors: Sequence[Tensor], columns: Tensor, keep: bool = False
+) -> Values:
+    """:func:`by_vmap` by plain autograd, in the graph if ``keep``."""
+    rows = []
+    for n, its_columns in enumerate(columns.unbind(1)):
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+        with torch.enable_grad():
+            out = outputs(leaves, [t[n] for t in tensors])
+        how = {"retain_graph": True, "create_graph": keep, "materialize_grads": True}
+        for column in its_columns:
+            found = torch.autograd.grad(out, [*leaves.values()], column, **how) if out.requires_grad else None
+            rows.append([torch.zeros_like(v) for v in values.values()] if found is None else found)
+    shape = columns.shape[1], columns.shape[0]
+    stacked = (torch.stack(parts).unflatten(0, shape).transpose(0, 1) for parts in zip(*rows, strict=True))
+    return {name: found if keep else found.detach() for name, found in zip(values, stacked, strict=True)}
+
+
+def by_autograd(module: nn.Module, names: Sequence[str], arguments: Sequence[Any], gradient: Tensor) -> Values:
+    """Gradients ``(K, N, *parameter.shape)`` in a layer's named parameters from those at its output, ``(K, N, ...)``, by autograd of the
+    layer alone, without hooks; one data point after the other where :func:`torch.func.vmap` cannot take the layer."""
     own = ReplacedParameters(module, names)
-    values = own.values()
-    tensors = [a for a in arguments if isinstance(a, Tensor)]
+    values, tensors = own.values(), [a for a in arguments if isinstance(a, Tensor)]
 
-    def outputs(parameters: Mapping[str, Tensor], parts: Sequence[Tensor]) -> Tensor:
+    def outputs(parameters: Values, parts: Sequence[Tensor]) -> Tensor:
         those = iter(parts)
         call = [next(those)[None] if isinstance(a, Tensor) else a for a in arguments]
         with own.replaced(parameters):
             return module.forward(*call)[0]
 
-    def of_one(parts: list[Tensor], columns: Tensor) -> dict[str, Tensor]:
-        _, vjp = torch.func.vjp(lambda parameters: outputs(parameters, parts), values)
-        return torch.func.vmap(lambda column: vjp(column)[0])(columns)
-
-    def alone(n: int, columns: Tensor) -> dict[str, Tensor]:
-        return _one(values, lambda p: outputs(p, [t[n] for t in tensors]), columns)
-
     with _without_hooks(module):
-        with contextlib.suppress(Exception):  # whatever the layer's functions raise under vmap
-            found = torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(tensors, gradient)
+        with suppress(Exception):  # whatever the layer's functions raise under vmap
+            found, last = by_vmap(outputs, values, tensors, gradient), [t[-1:] for t in tensors]
             # Some functions have wrong gradients there, all but the first.
-            if not differ({name: g[-1:, -1] for name, g in found.items()}, alone(-1, gradient[-1:, -1])):
+            if not differ(
+                {n: g[-1:, -1:] for n, g in found.items()}, one_by_one(outputs, values, last, gradient[-1:, -1:])
+            ):
                 return found
-        apart = [alone(n, gradient[:, n]) for n in range(gradient.shape[1])]
-    return {name: torch.stack([each[name] for each in apart], 1) for name in names}
+        return one_by_one(outputs, values, tensors, gradient)
 
 
-def _one(
-    values: Mapping[str, Tensor], outputs: Callable[[Mapping[str, Tensor]], Tensor], columns: Tensor
-) -> dict[str, Tensor]:
-    """The gradients ``(K, *parameter.shape)`` of one data point by plain autograd."""
-    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
-    with torch.enable_grad():
-        out = outputs(leaves)
-    rows = [
-        torch.autograd.grad(out, list(leaves.values()), c, retain_graph=True, materialize_grads=True) for c in columns
-    ]
-    return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}
-
-
-@contextlib.contextmanager
+@contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
     """For the duration of the context, modules inside of the layer call none of their hooks: those of a pass are among them."""
-    inside = list(module.modules())
-    before = [m._forward_hooks for m in inside]
+    before = {m: m._forward_hooks for m in module.modules()}
     try:
-        for m in inside:
+        for m in before:
             m._forward_hooks = OrderedDict()
         yield
     finally:
-        for m, hooks in zip(inside, before, strict=True):
+        for m, hooks in before.items():
             m._forward_hooks = hooks

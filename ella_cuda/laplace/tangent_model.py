@@ -17,7 +17,6 @@ from ella_cuda.laplace.batches import (
     model_outputs,
     run_model,
     take,
-    tensors_of,
 )
 from ella_cuda.laplace.check_model import (
     generator_states,
@@ -66,9 +65,7 @@ class TangentModel:
         names: of the parameters that :math:`\theta` has, the others being constants; None is all trainable ones.
 
     Attributes:
-        model, form: as given.
-        parameter_names: of theta. n_params: P, its entries.
-        point: where the network is linearised, ``(P,)``.
+        parameter_names: of theta. n_params: P, its entries. point: where the network is linearised, ``(P,)``.
 
     Raises:
         ValueError: no such form, no trainable parameter, no name or one of no parameter, or parameters on several devices.
@@ -168,12 +165,8 @@ class TangentModel:
 
     @running_the_model
     def push_pull(self, x: Any, u: Tensor, cotangent: Cotangent) -> Tensor:
-        """``J^T c`` for cotangents c that depend on ``J u``, in one pass through the network: ``(P,)``, summed over the data points.
-
-        Args:
-            x: inputs ``(N, ...)``.
-            u: a direction ``(P,)``.
-            cotangent: ``(f, J u)`` -> c, of the outputs' shape.
+        """``J^T c``, ``(P,)``, summed over the data points, for cotangents c of the outputs' shape that ``cotangent(f, J u)`` gives, of a
+        direction u ``(P,)``: in one pass through the network.
 
         Raises:
             NotImplementedError: a function of the network has no forward mode and is differentiable once.
@@ -188,8 +181,9 @@ class TangentModel:
             pulled = self._pulled(outputs, leaves, c).double()
             of_outputs, of_parameters = along.double() * c, self._flat(directions) * pulled
             if apart(of_outputs, of_parameters, GROSS * max(map(rounding_of, (along, *directions.values())))):
-                error = ArithmeticError("derivatives in forward mode and gradients do not belong together")
-                raise self._blamed(x, [*range(data_points(x))], error, strict=True)
+                raise self._blamed(
+                    x, ArithmeticError("derivatives in forward mode and gradients do not belong together")
+                )
         return pulled
 
     # one part ----------------------------------------------------------------------------------------------------
@@ -203,22 +197,19 @@ class TangentModel:
         return torch.cat([g.flatten() for g in found])
 
     def _try_out(self, x: Inputs) -> None:
-        """Find the way to derivatives along directions, once, by some data points of the batch.
-
-        Raises:
-            NotImplementedError: there is none. ArithmeticError: gradients are not derivatives. ValueError: the forward changes a parameter,
-                calls a reentrant checkpoint, or draws random numbers.
-        """
+        """Find the way to derivatives along directions, once, by some data points of the batch; errors as of :func:`has_forward_mode`, and
+        ValueError where the forward changes a parameter, calls a reentrant checkpoint, or draws random numbers."""
         count, tried = data_points(x), self.ways[-1][0] if self.ways else 0
         if min(count, TRIED) > tried:
-            some = torch.linspace(0, count - 1, min(count, TRIED), device="cpu").long().tolist()
+            places = torch.linspace(0, count - 1, min(count, TRIED), device="cpu").long()
+            some = take(x, places.to(self.device))
             with refusing_reentrant("TangentModel"):
                 require_no_reentrant_checkpoint(self.model, x)
             before, drawn = [value._version for value in self._values.values()], generator_states(self.device)
             try:
-                found: bool | Exception = self._of_points(x, some)
+                found: bool | Exception = has_forward_mode(lambda values: self._run(some, values), self._values)
             except (NotImplementedError, ArithmeticError) as error:
-                found = self._blamed(x, some, error)
+                found = self._blamed(some, error)
             for (name, value), version in zip(self._values.items(), before, strict=True):
                 if value._version != version:
                     found = ValueError(
@@ -226,11 +217,11 @@ class TangentModel:
                         "layer with max_norm=None, or freeze it with requires_grad_(False)."
                     )
             if not isinstance(found, ValueError):
-                few, drew = take(x, torch.tensor(some[:2], device=self.device)), generator_states(self.device) != drawn
+                few, drew = take(some, slice(2)), generator_states(self.device) != drawn
                 with at_test_time(self.model), torch.no_grad():
                     if drew or not torch.equal(run_model(self.model, few), run_model(self.model, few)):
                         require_one_function(self.model, few, drew)
-            self.ways.append((len(some), found))
+            self.ways.append((len(places), found))
         if isinstance(self._way, Exception):
             raise self._way
 
@@ -239,23 +230,9 @@ class TangentModel:
         """Whether derivatives along directions are taken in forward mode; why there are none; None before the first product."""
         return self.ways[-1][1] if self.ways else None
 
-    def _of_points(self, x: Inputs, points: list[int], strict: bool = False) -> bool:
-        """:func:`ella_cuda.laplace.tangent.has_forward_mode` at these data points."""
-        some = take(x, torch.tensor(points, device=tensors_of(x)[0].device))
-        return has_forward_mode(lambda values: self._run(some, values), self._values, strict)
-
-    def _blamed(self, x: Inputs, points: list[int], error: Exception, strict: bool = False) -> Exception:
-        """The error of these data points, with the first of them that has it and the innermost module that has it by itself."""
-        at = ""
-        for point in points:
-            try:
-                self._of_points(x, [point], strict)
-            except (NotImplementedError, ArithmeticError):
-                at = f" at data point {point} of the batch"
-                points = [point]
-                break
-        some = take(x, torch.tensor(points, device=tensors_of(x)[0].device))
-        layer, error = first_at_fault(self.model, lambda: self._run(some, self._values), error, strict)
+    def _blamed(self, x: Inputs, error: Exception) -> Exception:
+        """The error of these data points in words, with the innermost module that has it by itself."""
+        layer, error = first_at_fault(self.model, lambda: self._run(x, self._values), error)
         advice = (
             "Remove what changes them, or replace the function"
             if isinstance(error, ArithmeticError)
@@ -263,7 +240,7 @@ class TangentModel:
             "with requires_grad_(False) the parameters of the layer and of those in front of it"
         )
         return type(error)(
-            f"TangentModel: {layer}{at}: {error}, so that there are no products with the Jacobian. {advice}."
+            f"TangentModel: {layer}: {error}, so that there are no products with the Jacobian. {advice}."
         )
 
     # arguments ---------------------------------------------------------------------------------------------------

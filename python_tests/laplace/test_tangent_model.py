@@ -383,7 +383,7 @@ class Square(nn.Module):
 
 
 @pytest.mark.parametrize("product", ["jvp", "vjp", "push_pull"])
-def test_a_gradient_that_is_no_derivative_is_refused_with_its_layer_and_data_point(
+def test_a_gradient_that_is_no_derivative_is_refused_with_its_layer(
     product: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tangent, x = TangentModel(tampered(monkeypatch, "backward")), ROWS[:5].clone()
@@ -391,9 +391,7 @@ def test_a_gradient_that_is_no_derivative_is_refused_with_its_layer_and_data_poi
     last = drawn(tangent.n_params) if product != "vjp" else drawn(5, 2)
     arguments = (x, last, lambda f, along: along)[: 3 if product == "push_pull" else 2]
     for _ in range(2):
-        with pytest.raises(
-            ArithmeticError, match=r"layer '1' \(Squares\) at data point 3 .*gradients are not its deriv"
-        ):
+        with pytest.raises(ArithmeticError, match=r"layer '1' \(Squares\).*gradients are not its deriv"):
             getattr(tangent, product)(*arguments)
 
 
@@ -403,7 +401,7 @@ def test_products_of_all_data_points_are_compared(wrong: str, monkeypatch: pytes
     x = ROWS.clone()
     x[6] = 6
     tangent = TangentModel(tampered(monkeypatch, wrong))
-    with pytest.raises(ArithmeticError, match=r"layer '1' \(Squares\) at data point 6"):
+    with pytest.raises(ArithmeticError, match=r"TangentModel: .*gradients .*no products with the Jacobian"):
         tangent.push_pull(x, drawn(tangent.n_params), lambda f, along: along)
 
 
@@ -515,9 +513,7 @@ def test_an_embedding_that_changes_its_weight_is_refused() -> None:
 def test_the_layer_without_a_second_derivative_is_named() -> None:
     model = randomised(nn.Sequential(nn.Conv2d(1, 2, 2), nn.Sequential(nn.CrossMapLRN2d(2)), nn.Flatten()))
     x, tangent = drawn(2, 1, 3, 3), TangentModel(model)
-    with pytest.raises(
-        NotImplementedError, match=r"layer '1\.0' \(CrossMapLRN2d\) at data point 0 .*differentiable once"
-    ):
+    with pytest.raises(NotImplementedError, match=r"layer '1\.0' \(CrossMapLRN2d\).*differentiable once"):
         tangent.push_pull(x, tangent.point, lambda f, along: along)
     assert tangent.vjp(x, drawn(2, 8)).shape == (tangent.n_params,)  # gradients are there
 
@@ -539,7 +535,7 @@ def test_more_data_points_are_tried_out_than_came_first(monkeypatch: pytest.Monk
     )
     u = drawn(tangent.n_params)
     tangent.jvp(x[:1], u)
-    with pytest.raises(ArithmeticError, match="at data point 1"):
+    with pytest.raises(ArithmeticError, match="gradients are not its derivatives"):
         tangent.jvp(x, u)
 
 

@@ -3,12 +3,10 @@
 from ella_cuda.laplace.rules.attention import MultiheadAttentionRule
 from ella_cuda.laplace.rules.base import Rule, register, rule_for
 from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule, StridedCircularConv2dRule
-from ella_cuda.laplace.rules.conv_nd import ConvNdRule, ConvTransposeRule
-from ella_cuda.laplace.rules.embedding import EmbeddingBagRule, EmbeddingRule
+from ella_cuda.laplace.rules.conv_nd import ConvNdRule, ConvTransposeRule, GroupFilter2dRule
 from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
-from ella_cuda.laplace.rules.group_conv import GroupFilter2dRule
-from ella_cuda.laplace.rules.linear import BilinearRule, LinearRule
-from ella_cuda.laplace.rules.network import UNKNOWN, restricted, rules_for
+from ella_cuda.laplace.rules.linear import BilinearRule, EmbeddingBagRule, EmbeddingRule, LinearRule
+from ella_cuda.laplace.rules.network import UNKNOWN, PerExampleRule, restricted, rules_for
 from ella_cuda.laplace.rules.norm import (
     BatchNormRule,
     GroupNormRule,
@@ -17,7 +15,6 @@ from ella_cuda.laplace.rules.norm import (
     PReLURule,
     RMSNormRule,
 )
-from ella_cuda.laplace.rules.per_example import PerExampleRule
 
 __all__ = [
     "UNKNOWN",

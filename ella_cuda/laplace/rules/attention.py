@@ -25,11 +25,10 @@ class MultiheadAttentionRule(Rule):
 
     ``in_proj_weight``: three blocks, those of query, key and value, each that of a linear layer: block index (input, output).
         ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight``, of inputs of other sizes: likewise, one block each.
-    ``in_proj_bias``: the exact GGN block of all three together.
-    ``out_proj.weight``, ``out_proj.bias``: as those of a linear layer.
-    ``bias_k`` and ``bias_v`` are left to whoever serves parameters without a rule.
+    ``in_proj_bias``: the exact GGN block of all three together. ``out_proj.weight``, ``out_proj.bias``: as those of a linear layer.
 
-    The rule finds the projections by their weights while the module's own forward runs, whatever that does between them.
+    ``bias_k`` and ``bias_v`` are left to whoever serves parameters without a rule. The rule finds the projections by their weights while the
+    module's own forward runs.
     """
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -41,13 +40,10 @@ class MultiheadAttentionRule(Rule):
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
         e = m.embed_dim
-        if m.in_proj_weight is not None:
-            known = {"in_proj_weight": FactorShape(3, e, e, 3)}
-        else:
-            known = {
-                f"{p}_proj_weight": FactorShape(1, size, e, 1)
-                for p, size in zip("qkv", (e, m.kdim, m.vdim), strict=True)
-            }
+        known = {"in_proj_weight": FactorShape(3, e, e, 3)}
+        if m.in_proj_weight is None:
+            sizes = zip("qkv", (e, m.kdim, m.vdim), strict=True)
+            known = {f"{p}_proj_weight": FactorShape(1, size, e, 1) for p, size in sizes}
         known["in_proj_bias"] = FactorShape.bias(3 * e)
         return known | {"out_proj.weight": FactorShape(1, e, e, 1), "out_proj.bias": FactorShape.bias(e)}
 
@@ -68,8 +64,7 @@ class MultiheadAttentionRule(Rule):
 
     def tapped(self, forward: Callable[..., Any], tap: Tap, charge: Callable[[int], None]) -> Callable[..., Any]:
         """The module's forward with a tap behind every projection; ``charge`` gets the bytes of the attention's weights,
-        ``(N, heads, L, S)``, whose gradients a column takes too.
-        """
+        ``(N, heads, L, S)``, whose gradients a column takes too."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             query, key, *_ = arguments_in_order(self.module, args, kwargs, forward)
@@ -113,10 +108,8 @@ class MultiheadAttentionRule(Rule):
 
 
 def _projections_through(rule: MultiheadAttentionRule, tap: Tap, images: int) -> FunctionMode:
-    """While an attention's forward runs, its linear projections go through the tap. They are on ``(L, N, E)``, or ``(L * N, E)``.
-
-    Torch computes them in a function that a mode sees as a whole. The function's code runs with another ``linear`` among its globals.
-    """
+    """A mode by which an attention's projections, on ``(L, N, E)`` or ``(L * N, E)``, go through the tap. Torch computes them in a function
+    that a mode sees as a whole; the function's code runs with another ``linear`` among its globals."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = F.linear(x, weight, bias)
@@ -137,14 +130,16 @@ def _projections_through(rule: MultiheadAttentionRule, tap: Tap, images: int) ->
 
 def _with_globals(function: Any, names: dict[str, Any]) -> Any:
     """A copy of the function, and of the functions of its module that it names, itself among them (which other modes are handed), with
-    other objects under these global names.
-    """
+    other objects under these global names."""
     own = {**function.__globals__, **names}
+
+    def copied(f: Any) -> Any:
+        found = types.FunctionType(f.__code__, own, f.__name__, f.__defaults__, f.__closure__)
+        found.__kwdefaults__ = f.__kwdefaults__
+        return found
+
     for name in function.__code__.co_names:
         inner = own.get(name)
         if isinstance(inner, types.FunctionType) and inner.__globals__ is function.__globals__:
-            own[name] = types.FunctionType(inner.__code__, own, name, inner.__defaults__, inner.__closure__)
-            own[name].__kwdefaults__ = inner.__kwdefaults__
-    found = types.FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
-    found.__kwdefaults__ = function.__kwdefaults__
-    return found
+            own[name] = copied(inner)
+    return copied(function)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import FactorShape, Jacobian, KroneckerFactor
 from ella_cuda.laplace.rows import Rows
-from ella_cuda.laplace.rules.recorded import AddsToMoments, complete, promises, pulls_back
+from ella_cuda.laplace.rules.recorded import AddsToMoments, complete, promises
 from ella_cuda.laplace.second_moment import SecondMoment
 
 RESOLUTIONS = ("shared", "per_channel")
@@ -34,29 +34,21 @@ class Rule(AddsToMoments, ABC):
 
     A class may define, in the place of these, methods that add to the moments of :attr:`factors`: ``inputs(*arguments)`` adds to
     ``input_moment`` the rows whose outer products, divided by the number of data points, are A; ``outputs(gradient)``, of gradients
-    ``(K, N, ...)``, adds to ``output_moment`` those whose outer products are B; with ``differentiates = True``, ``vjp(gradient,
-    input_shape)`` does as ``outputs`` and returns the gradient at the input, unless ``input_shape`` is None. What ``inputs`` leaves on the
-    rule is there again when the gradient of the same call comes back. Such a class says with ``takes_reduced = True`` that ``inputs``
-    accepts bfloat16 and float16; with ``reduces = True`` that its methods follow :attr:`approximation`: with "reduce" ``inputs`` adds the
-    mean over positions and sets :attr:`positions`, ``outputs`` the sum; with ``averages = True`` that its rows are linear in inputs and
-    gradients, of which it gets means and sums over :attr:`copies`; with ``sees_copies = True`` too that it gets all copies and adds means
-    and sums itself.
+    ``(K, N, ...)``, adds to ``output_moment`` those whose outer products are B; ``vjp(gradient, input_shape)`` does as ``outputs`` and
+    returns the gradient at the input, unless ``input_shape`` is None. What ``inputs`` leaves on the rule is there again when the gradient
+    of the same call comes back. Such a class says with ``reduces = True`` that its methods follow :attr:`approximation`: with "reduce"
+    ``inputs`` adds the mean over positions and sets :attr:`positions`, ``outputs`` the sum; with ``averages = True`` that its rows are
+    linear in inputs and gradients, of which it gets means and sums over :attr:`copies`; with ``sees_copies = True`` too that it gets all
+    copies and adds means and sums itself.
 
     Attributes:
-        module: the layer.
-        name: its name in the model.
-        resolution: "shared" or "per_channel": whether blocks that share an output-side factor in the paper keep doing
-            so.
+        module: the layer. name: its name in the model, "" for the model itself.
+        resolution: "shared" or "per_channel": whether blocks that share an output-side factor in the paper keep doing so.
         approximation: "expand" or "reduce", what is done about shared positions; set by :func:`rules_for`.
         factors: parameter name (inside the layer) -> :class:`KroneckerFactor`, for the trainable parameters only.
         tied: parameters of the layer whose factor is that of another layer that has them too: name -> (its rule, the name there).
         lent: parameters of the layer that others have in their ``tied``.
         copies: of each data point, that methods which add to moments see; 1 unless the network averages over copies.
-
-    Args:
-        module: the layer.
-        name: its name in the model, "" for the model itself.
-        resolution: "shared" or "per_channel".
 
     Raises:
         TypeError: the layer has trainable parameters that the rule does not know.
@@ -69,7 +61,6 @@ class Rule(AddsToMoments, ABC):
     approximation: str = "expand"
     copies: int = 1
     positions: int = 1
-    differentiates: bool = False
     sees_copies: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -112,10 +103,7 @@ class Rule(AddsToMoments, ABC):
         return TypeError(
             f"{self.label} has the trainable parameter {', '.join(map(repr, names))}, which {type(self).__name__} does not know (it knows "
             f"{', '.join(self.shapes())}). "
-            + (
-                as_plain_weight(self.module, self.name)
-                or "Write a rule for this layer with ella_cuda.laplace.register, or "
-            )
+            + (as_plain_weight(self.module, self.name) or "Write a rule for it with ella_cuda.laplace.register, or ")
             + "freeze the parameter."
         )
 
@@ -134,7 +122,7 @@ class Rule(AddsToMoments, ABC):
         raise NotImplementedError(f"{type(self).__name__} must define output_rows.")
 
     def keep(self, *arguments: Any) -> Any:
-        """What :meth:`output_rows` and :meth:`input_gradient` need of a call's arguments."""
+        """The part of a call's arguments that :meth:`output_rows` and :meth:`input_gradient` need."""
         return None
 
     def keeps(self) -> bool:
@@ -151,7 +139,7 @@ class Rule(AddsToMoments, ABC):
 
     def has_input_gradient(self) -> bool:
         """Whether the rule, not autograd, takes gradients back through the layer."""
-        return type(self).input_gradient is not Rule.input_gradient and pulls_back(self)
+        return type(self).input_gradient is not Rule.input_gradient
 
     def takes_samples(self) -> bool:
         """Whether :meth:`input_gradient` takes gradients at some positions alone; see :class:`Call`."""
@@ -166,12 +154,8 @@ class Rule(AddsToMoments, ABC):
         return self.input_gradient(gradient, call) if wanted else None
 
     def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        """The gradients of single data points in the parameters that took part in a call, which predictions need.
-
-        Args:
-            arguments: of the call, as :meth:`input_rows` gets them.
-            gradient: K gradients at its output, ``(K, N, ...)``.
-        """
+        """The gradients of single data points in the parameters that took part in a call, from its arguments, as :meth:`input_rows` gets
+        them, and K gradients at its output, ``(K, N, ...)``."""
         kept, shapes = self.keep(*arguments), self.shapes()
         # Of a class that adds to moments, weighted and summed as it is there, no gradients are made.
         inputs, outputs = self.input_rows(*arguments), self._said("output_rows")(self, gradient, kept)
@@ -201,19 +185,16 @@ class Rule(AddsToMoments, ABC):
         """Parameters whose output side is another one's: name -> that one's name. Both trainable."""
         return {}
 
-    def separate_outputs(self) -> None:
-        """Give every parameter an output side of its own, which starts at what the shared one is."""
-        for parameter, owner in self.shares_outputs().items():
-            factor = self.factors[parameter]
-            if factor.output_moment is self.factors[owner].output_moment:
-                factor.output_moment = factor.output_moment.clone(f"{self.full_name(parameter)} (output side)")
+    def separate_outputs(self, names: Collection[str] | None = None) -> None:
+        """Give parameters, all or those of these names in the model, output sides of their own, which start at what the shared one is."""
+        for parameter, owner in self.output_owners().items():
+            factor, name = self.factors[parameter], self.full_name(parameter)
+            shared = factor.output_moment is self.factors[owner].output_moment
+            if shared and (names is None or name in names):
+                factor.output_moment = factor.output_moment.clone(f"{name} (output side)")
 
     def allocate(self, moment_class: type[SecondMoment] = SecondMoment) -> None:
-        """Start from zero factors.
-
-        Raises:
-            MemoryError: there is no room for them; the message names the layer and their bytes.
-        """
+        """Start from zero factors; MemoryError, with the layer and their bytes, where there is no room for them."""
         try:
             self._allocate(moment_class)
         except RuntimeError as error:
@@ -236,14 +217,11 @@ class Rule(AddsToMoments, ABC):
             shape, tensor = shapes[parameter], self.module.get_parameter(parameter)
             label = self.full_name(parameter)
             if parameter not in shared:
-                moments[parameter] = moment_class(
-                    shape.output_groups, shape.row_outputs, tensor, f"{label} (output side)", shape.output_basis
-                )
-            inputs = None
+                sizes, where = (shape.output_groups, shape.row_outputs), f"{label} (output side)"
+                moments[parameter] = moment_class(*sizes, tensor, where, shape.output_basis)
+            inputs, sizes, where = None, (shape.groups, shape.row_inputs), f"{label} (input side)"
             if not shape.constant_input:
-                inputs = moment_class(
-                    shape.groups, shape.row_inputs, tensor, f"{label} (input side)", shape.input_basis
-                )
+                inputs = moment_class(*sizes, tensor, where, shape.input_basis)
             self.factors[parameter] = KroneckerFactor(shape, inputs, moments[shared.get(parameter, parameter)])
 
     def output_owners(self) -> dict[str, str]:
@@ -264,7 +242,7 @@ class Rule(AddsToMoments, ABC):
         return sides
 
     def bytes(self, *parameters: str) -> int:
-        """What the factors of these parameters, or of all, will take; they are float64."""
+        """The bytes of the factors of these parameters, or of all; they are float64."""
         return sum(groups * rows**2 for groups, rows in self.blocks(*parameters)) * torch.float64.itemsize
 
     def full_name(self, parameter: str) -> str:
@@ -285,19 +263,14 @@ _RULES: dict[type[nn.Module], type[Rule]] = {}
 # What a subclass may define anew without changing what the layer computes.
 _HARMLESS = {"__init__", "__repr__", "extra_repr", "reset_parameters", "__constants__"}
 # What every class statement defines by itself.
-_AUTOMATIC = set(vars(type("Empty", (nn.Module,), {}))) | {
-    "__annotations__",
-    "__annotate_func__",
-    "__annotations_cache__",
-}
-_AUTOMATIC |= {"__qualname__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
+_AUTOMATIC = set(vars(type("Empty", (nn.Module,), {}))) | {"__annotations__", "__annotate_func__"}
+_AUTOMATIC |= {"__annotations_cache__", "__qualname__", "__firstlineno__", "__static_attributes__"}
+_AUTOMATIC |= {"__parameters__", "__orig_bases__"}
 
 
 def register(module_class: type[nn.Module]) -> Callable[[RuleType], RuleType]:
-    """Class decorator: use the decorated :class:`Rule` for layers of ``module_class``.
-
-    It serves exactly this class and those subclasses that change nothing but construction and printing. Registering a
-    class again replaces its rule.
+    """Class decorator: use the decorated :class:`Rule` for layers of ``module_class``, and of those subclasses that change nothing but
+    construction and printing. Registering a class again replaces its rule.
 
     Example::
 
@@ -330,15 +303,14 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared", approxima
     """The rule of a layer with trainable parameters.
 
     Raises:
-        TypeError: no rule is registered for its class; the message names the layer, the reason and
-            ``ella_cuda.laplace.register``.
+        TypeError: no rule is registered for its class; the message names the layer, the reason and ``ella_cuda.laplace.register``.
         ValueError: the rule cannot handle this layer's configuration, or does not serve the approximation.
     """
-    kind = type(module)
+    kind, label = type(module), f"layer {name or '(the model itself)'!r}"
     if "forward" in vars(module):
         raise TypeError(
-            f"layer {name or '(the model itself)'!r} is a {kind.__name__} whose forward was replaced on the instance; no rule can know what "
-            "it computes. Make it a class of its own and register a rule for that with @ella_cuda.laplace.register."
+            f"{label} is a {kind.__name__} whose forward was replaced on the instance; no rule can know what it computes. Make it a class of "
+            "its own and register a rule for that with @ella_cuda.laplace.register."
         )
     for ancestor in kind.__mro__:
         if ancestor not in _RULES:
@@ -347,24 +319,16 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared", approxima
         if not changed:
             return _approximated(_RULES[ancestor](module, name, resolution), approximation)
         raise TypeError(
-            f"layer {name or '(the model itself)'!r} is a {kind.__name__}, a subclass of {ancestor.__name__} that "
-            f"overrides {', '.join(changed)}; the rule of {ancestor.__name__} may be wrong for it. Register one for "
-            f"{kind.__name__} with @ella_cuda.laplace.register({kind.__name__})."
+            f"{label} is a {kind.__name__}, a subclass of {ancestor.__name__} that overrides {', '.join(changed)}; the rule of "
+            f"{ancestor.__name__} may be wrong for it. Register one for {kind.__name__} with @ella_cuda.laplace.register({kind.__name__})."
         )
     parameters = ", ".join(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
+    remedy = f"Write one and register it with @ella_cuda.laplace.register({kind.__name__}), or "
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        remedy = (
-            "Write the recurrence as a loop over nn.Linear layers, which may be called once a step, or freeze the parameters with "
-            "requires_grad_(False)."
-        )
-    else:
-        remedy = as_plain_weight(module, name) or (
-            f"Write one and register it with @ella_cuda.laplace.register({kind.__name__}), or "
-        )
-        remedy += "freeze the parameters with requires_grad_(False)."
+        remedy = "Write the recurrence as a loop over nn.Linear layers, which may be called once a step, or "
     raise TypeError(
-        f"layer {name or '(the model itself)'!r} ({kind.__name__}) has trainable parameters ({parameters}) but no curvature rule. {remedy}"
-        f"{served()}"
+        f"{label} ({kind.__name__}) has trainable parameters ({parameters}) but no curvature rule. {as_plain_weight(module, name) or remedy}"
+        f"freeze the parameters with requires_grad_(False).{served()}"
     )
 
 

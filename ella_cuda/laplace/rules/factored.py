@@ -10,14 +10,14 @@ from torch import Tensor
 from ella_cuda import ops
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.rows import Dense, Rows, same
+from ella_cuda.laplace.rows import Dense, Rows
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
 from ella_cuda.nn._autocast import full
 
-# The largest dz in bytes that exists at a time on the CPU, and the smallest number of rows of g in a chunk: the C library maps larger
-# memory anew every time, and its pages cost more than all products do.
+# The largest dz in bytes that exists at a time on the CPU, for the C library maps larger memory anew every time, whose pages cost more than
+# all products do; and the smallest number of rows of g in a chunk.
 MAX_INTERMEDIATE, MIN_ROWS = 32 << 20, 64
 
 
@@ -92,17 +92,11 @@ class FactoredLinear2dRule(Rule):
 
 
 class Intermediate(Rows):
-    """Rows z ``(N, 1, D, C)`` between the two maps of an F-FC layer.
-
-    Args:
-        values: x ``(N, C, X)``.
-        weight: U ``(D, C, X)``.
-        bias: ``(D,)``, or None.
-    """
+    """Rows z ``(N, 1, D, C)`` between the two maps of an F-FC layer, of x ``(N, C, X)``, U ``(D, C, X)`` and a bias ``(D,)``, or none."""
 
     def __init__(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(values)
-        self.weight, self.bias, self.scale = weight, bias, 1.0
+        self.weight, self.bias = weight, bias
 
     @property
     def positions(self) -> int:
@@ -112,46 +106,26 @@ class Intermediate(Rows):
         Dense(self.dense()).gram_(moment, alpha)
 
     def settled(self) -> Rows:
-        return Dense(self.dense()) if self.weight.requires_grad else self
+        return Dense(self.dense())
 
     def dense(self) -> Tensor:
         z = torch.bmm(self.values.transpose(0, 1), self.weight.permute(1, 2, 0))  # (C, N, D)
         if self.bias is not None:
-            z += self.scale * self.bias.detach()
+            z += self.bias.detach()
         return z.permute(1, 2, 0)[:, None]
 
     def summed(self) -> Rows:
         return self
 
     def times(self, weight: float) -> Rows:
-        rows = super().times(weight)
-        if rows is not self:
-            rows.scale = self.scale * weight  # rows are affine in x
-        return rows
-
-    def plus(self, other: Rows) -> Rows:
-        scale = self.scale + getattr(other, "scale", 0.0)
-        rows = super().plus(other)
-        if isinstance(rows, Intermediate):
-            rows.scale = scale
-        return rows
-
-    def put(self, tensors: Iterator[Tensor]) -> None:
-        super().put(tensors)
-        self.scale = 1.0  # of sums over all copies
+        return self if weight == 1 else Dense(self.dense()).times(weight)  # rows are affine in x
 
     def _alike(self, other: Rows) -> bool:
-        own = isinstance(other, Intermediate) and other.values.shape == self.values.shape
-        return own and same(self.weight, other.weight) and self.bias is other.bias
+        return False  # z adds up, x does not
 
 
 class IntermediateGradients(Rows):
-    """Rows dz ``(K N, 1, C, D)``, gradients between the two maps of an F-FC layer.
-
-    Args:
-        values: g ``(K N, D, Y)``.
-        weight: V ``(D, C, Y)``.
-    """
+    """Rows dz ``(K N, 1, C, D)``, gradients between the two maps of an F-FC layer, of g ``(K N, D, Y)`` and V ``(D, C, Y)``."""
 
     def __init__(self, values: Tensor, weight: Tensor) -> None:
         super().__init__(values)
@@ -169,9 +143,8 @@ class IntermediateGradients(Rows):
             Dense(_inner(part, self.weight)).gram_(moment, alpha)
 
     def _gram_of_one_position(self, moment: SecondMoment, alpha: float) -> None:
-        """Where Y = 1, without dz[n,d,c] = g[n,d] V[d,c]: the sum over n of dz[n,d,c] dz[n,e,c] is that of g[n,d] g[n,e], times
-        V[d,c] V[e,c]. No sum of these cancels.
-        """
+        """The sums where Y = 1, without dz[n,d,c] = g[n,d] V[d,c]: that over n of dz[n,d,c] dz[n,e,c] is that of g[n,d] g[n,e], times
+        V[d,c] V[e,c]. No sum of these cancels."""
         g, v = self.values[:, :, 0], self.weight[:, :, 0]  # (KN, D), (D, C)
         apart = moment.total.shape[0] > 1 or v.shape[1] == 1
         weights = v.t()[:, :, None] * v.t()[:, None, :] if apart else (v @ v.t())[None] / v.shape[1]

@@ -1,26 +1,71 @@
-"""The rules of a whole network: which layer gets which, what happens to parameters that none knows, who shares a weight."""
+"""The rules of a whole network: which layer gets which, what serves parameters that none knows, who shares a weight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.parameters import is_inside
+from ella_cuda.laplace.rows import Dense, Diagonal, Rows
 from ella_cuda.laplace.rules.base import Rule, rule_for, served
-from ella_cuda.laplace.rules.per_example import PerExampleRule
 
 UNKNOWN = ("error", "freeze", "diagonal")
 
 
-def rules_for(model: nn.Module, resolution: str, approximation: str = "expand", unknown: str = "error") -> list[Rule]:
-    """One rule per module that itself holds trainable parameters.
+class PerExampleRule(Rule):
+    """Named parameters that a module's forward uses in a way no rule knows.
 
-    Where all parameters of a module that no rule knows have one axis or none, they get their exact blocks, see :class:`PerExampleRule`.
+    Parameters without or with one axis, such as FixUp's scales and biases, get their exact GGN block: B = sum over data of g gᵀ, with g
+    the gradient of a data point's column. Others get the block's exact diagonal: A has one block of size 1 for every entry, the mean over
+    data of the squares of g's entry, and B is the number of data. :mod:`ella_cuda.laplace.per_example` takes these gradients.
+    """
+
+    def __init__(self, module: nn.Module, name: str, resolution: str, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        super().__init__(module, name, resolution)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in super().parameters().items() if name in self._names}
+
+    @staticmethod
+    def is_exact(parameter: Tensor) -> bool:
+        """Whether the parameter's whole block is computed, not its diagonal alone."""
+        return parameter.dim() < 2
+
+    def shapes(self) -> dict[str, FactorShape]:
+        return {
+            name: FactorShape.bias(p.numel()) if self.is_exact(p) else FactorShape(p.numel(), 1, 1, 1)
+            for name, p in self.parameters().items()
+        }
+
+    def sees_calls(self) -> bool:
+        return False
+
+    def input_rows(self, *arguments: Any) -> dict[str, Rows]:
+        raise NotImplementedError("PerExampleRule takes gradients, not inputs.")
+
+    def output_rows(self, gradient: Tensor, kept: Any) -> dict[str, Rows]:
+        raise NotImplementedError("PerExampleRule takes gradients, not inputs.")
+
+    def rows(self, name: str, gradients: Tensor, data_too: bool) -> tuple[Rows | None, Rows | None]:
+        """Rows of both sides of a parameter's factor, from the gradients of K columns of N data points, ``(K, N, *parameter.shape)``;
+        ``data_too`` of the data points' last columns, with which the points are counted."""
+        rows = gradients.reshape(-1, self.module.get_parameter(name).numel())
+        if self.shapes()[name].constant_input:
+            return None, Dense(rows[:, None, None])
+        squares = Diagonal(rows.double().square().sum(0), len(rows))
+        count = gradients.shape[1]
+        return squares, Diagonal(rows.new_full((1,), count), count) if data_too else None
+
+
+def rules_for(model: nn.Module, resolution: str, approximation: str = "expand", unknown: str = "error") -> list[Rule]:
+    """One rule per module that itself holds trainable parameters. Where all parameters of a module that no rule knows have one axis or none,
+    they get their exact blocks, see :class:`PerExampleRule`.
 
     Args:
-        model: the network.
         resolution, approximation: see :class:`Rule`.
         unknown: what becomes of a module's parameters that no rule knows where one has more axes. "error" refuses them; "freeze" leaves
             them out, and layers too that a rule refuses; "diagonal" gives those with more axes the exact diagonal of their blocks.
@@ -58,16 +103,8 @@ def rules_for(model: nn.Module, resolution: str, approximation: str = "expand", 
 
 
 def restricted(rules: Sequence[Rule], subset: str | Sequence[str]) -> list[Rule]:
-    """The rules of some of the parameters.
-
-    Args:
-        rules: of all of a model's layers.
-        subset: "all", "last_layer", or names of parameters, or of modules for those inside.
-
-    Raises:
-        TypeError, ValueError: it is none of these, a name is no parameter's with a rule, or a layer of the subset shares a parameter with
-            another.
-    """
+    """The rules of "all" parameters, those of the "last_layer", or those named, of modules for those inside; ValueError where the subset is
+    none of these, a name is no parameter's with a rule, or a layer of the subset shares a parameter with another."""
     word = isinstance(subset, str)
     names = list(subset) if isinstance(subset, Iterable) else []
     if not names or (word and subset not in ("all", "last_layer")):
@@ -111,14 +148,14 @@ def _together(refusals: Sequence[TypeError | ValueError], unknown: str) -> TypeE
     if len(words) > 1:
         words = [f"{len(words)} layers have no curvature rule that serves them:", *(f"- {word}" for word in words)]
     text = "\n".join(words)
+    gap = "\n" if len(refusals) > 1 else " "
     if of_types and unknown == "error":
         text += (
-            ("\n" if len(refusals) > 1 else " ")
-            + "KronLaplace(unknown='freeze') leaves parameters without a rule out of the posterior, unknown='diagonal' gives them the exact "
-            "diagonal."
+            f"{gap}KronLaplace(unknown='freeze') leaves parameters without a rule out of the posterior, unknown='diagonal' gives them the "
+            "exact diagonal."
         )
     if any(str(refusal).endswith(served()) for refusal in refusals):
-        text += "\n" + served().strip() if len(refusals) > 1 else served()
+        text += gap + served().strip()
     return (TypeError if of_types else ValueError)(text)
 
 

@@ -84,8 +84,7 @@ class BatchNormRule(ScaleRule):
 @register(nn.InstanceNorm3d)
 class InstanceNormRule(ScaleRule):
     """:class:`torch.nn.InstanceNorm1d`, ``2d`` and ``3d`` on ``(N, C, ...)``: n(x) takes each input's own statistics, or the running ones
-    where the layer tracks them.
-    """
+    where the layer tracks them."""
 
     def _normalised(self, x: Tensor) -> Tensor:
         m = self.module

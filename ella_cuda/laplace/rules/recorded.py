@@ -6,9 +6,9 @@ A class of rules may define ``inputs``, ``outputs`` and ``vjp``, which add to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import Jacobian
-from ella_cuda.laplace.rows import Dense, Diagonal, Patches, Rows
+from ella_cuda.laplace.rows import Dense, Diagonal, OneHot, Rows
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.tangent import by_autograd
 from ella_cuda.nn._autocast import full
@@ -46,13 +46,6 @@ def adds(kind: type) -> bool:
     return kind.input_rows is _recorded_inputs or kind.output_rows is _recorded_outputs
 
 
-def pulls_back(rule: Any) -> bool:
-    """Whether a rule with methods that add to moments takes gradients back by ``vjp``, or has no such methods."""
-    kind = type(rule)
-    own = [getattr(kind, method) is not getattr(AddsToMoments, method) for method in ("vjp", "outputs")]
-    return rule.differentiates or own != [True, True]
-
-
 def promises(kind: type, flag: str, *methods: str) -> bool:
     """Whether the classes that define these methods set the flag; a class that defines one anew has not given the promise."""
     owners = {next(c for c in kind.__mro__ if method in vars(c)) for method in methods} - {AddsToMoments}
@@ -70,7 +63,7 @@ class AddsToMoments:
         for name, rows in found.items():
             rows = rows.over_copies(self._copies_seen(), mean=True)
             rows = rows.mean() if self.approximation == "reduce" else rows
-            rows.gram_(self.factors[name].input_moment)
+            self.factors[name].input_moment.take(rows.settled())
 
     def outputs(self, gradient: Tensor) -> None:
         """Add the output side, from K gradients at the call's output, ``(K, N, ...)``."""
@@ -80,7 +73,7 @@ class AddsToMoments:
                 factor, rows = self.factors[name], rows.over_copies(self._copies_seen(), mean=False)
                 summed = factor.shape.constant_input or self.approximation == "reduce"
                 rows, alpha = (rows.summed(), 1.0) if summed else (rows, 1 / max(rows.positions, 1))
-                rows.gram_(factor.output_moment, alpha)
+                factor.output_moment.take(rows.settled(), alpha)
 
     def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         """Do as :meth:`outputs`, and return the gradient at the input, ``(K, *input_shape)``, unless ``input_shape`` is None."""
@@ -103,166 +96,46 @@ def _said(kind: type, method: str) -> Callable[..., Any]:
 
 
 class Recorder:
-    """A moment's place while what a method adds is recorded.
-
-    Attributes:
-        total: the moment's, whose shape methods read. dtype, name: its own.
-        pieces: rows, each with its weight.
-    """
+    """A moment's place while what a method adds is recorded: ``pieces``, rows with their weights, and ``counted`` rows beside these.
+    ``total`` is the moment's, whose shape methods read."""
 
     def __init__(self, moment: Any) -> None:
         self.total, self.dtype, self.name = moment.total, moment.dtype, moment.name
         self.pieces: list[tuple[Rows, float]] = []
+        self.counted = 0
 
     def add(self, rows: Tensor, alpha: float = 1.0) -> None:
-        self.pieces.append((Dense(rows[:, None]), alpha))
+        self.take(Dense(rows[:, None]), alpha)
 
     def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
-        self.pieces.append((Dense(rows[:, None], blocks), alpha))
-
-    def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
-        self.pieces.append((_Weighted(rows, weights), 1.0))
+        self.take(Dense(rows[:, None], blocks), alpha)
 
     def add_counts(self, counts: Tensor) -> None:
         self.add_diagonal(counts, int(counts.sum()))
 
     def add_diagonal(self, values: Tensor, rows: int) -> None:
-        self.pieces.append((Diagonal(values, rows), 1.0))
-
-    def add_windows(
-        self, x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], alpha: float = 1.0
-    ) -> None:
-        self.pieces.append((Patches(x, kernel_size, self._groups(), stride=stride, dilation=dilation), alpha))
-
-    def add_patches(
-        self,
-        x: Tensor,
-        kernel_size: int | tuple[int, int],
-        padding_mode: str = "circular",
-        alpha: float = 1.0,
-        *,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | None = None,
-        dilation: int | tuple[int, int] = 1,
-    ) -> None:
-        kernel, strides, dilations = map(_pair, (kernel_size, stride, dilation))
-        same = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilations, strict=True))
-        pads = same if padding is None else _pair(padding)
-        sides = [(p, p) for p in pads]
-        geometry = {"stride": strides, "dilation": dilations, "sides": sides, "padding_mode": padding_mode}
-        self.pieces.append((_Uncounted(x, kernel, self._groups(), **geometry), alpha))
+        self.take(Diagonal(values, rows))
 
     def count(self, rows: int) -> None:
-        self.pieces.append((_Count(rows), 1.0))
+        self.counted += rows
 
-    def _groups(self) -> int:
-        return self.total.shape[0]
+    def take(self, rows: Rows, alpha: float = 1.0) -> None:
+        """Add rows that are said."""
+        self.pieces.append((rows, alpha))
 
     def clone(self, name: str) -> Recorder:
         """Another one with the same pieces, of an output side that is no longer shared."""
-        other = Recorder(self)
+        other = copy.copy(self)
         other.pieces = list(self.pieces)
         return other
 
 
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, Integral) else tuple(size)
-
-
-class _Uncounted(Patches):
-    """Patches that :meth:`SecondMoment.add_patches` adds: a rule counts them itself."""
-
-    @property
-    def count(self) -> int:
-        return 0
-
-
-class _Weighted(Rows):
-    """Rows whose outer products are weighted entry by entry.
-
-    Args:
-        values: ``(R, d)``.
-        weights: ``(G, d, d)``.
-    """
-
-    def __init__(self, values: Tensor, weights: Tensor) -> None:
-        super().__init__(values)
-        self.weights = weights
-
-    @property
-    def positions(self) -> int:
-        return 1
-
-    @property
-    def count(self) -> int:
-        return self.values.shape[0] * self.weights.shape[2]
-
-    def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
-        moment.add_weighted(self.values, self.weights if alpha == 1 else self.weights * alpha)
-
-    def quadratic(self, matrix: Tensor) -> Tensor:
-        weighted = (matrix * self.weights).sum(0).to(self.values.dtype)
-        return ((self.values @ weighted) * self.values).sum()
-
-    def products(self, groups: int) -> Tensor:
-        rows = self.values.double()
-        return (rows.T @ rows * self.weights).expand(groups, -1, -1)
-
-    def dense(self) -> Tensor:
-        raise NotImplementedError("SecondMoment.add_weighted adds no rows that are written out.")
-
-    def _alike(self, other: Rows) -> bool:
-        return isinstance(other, _Weighted) and torch.equal(self.weights, other.weights)
-
-
-class _Count(Rows):
-    """Rows that are counted, and added by other means."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(torch.empty(0))
-        self._count = count
-
-    @property
-    def positions(self) -> int:
-        return 1
-
-    @property
-    def count(self) -> int:
-        return self._count
-
-    def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
-        moment.count(self._count)
-
-    def quadratic(self, matrix: Tensor) -> Tensor:
-        return matrix.new_zeros(())
-
-    def products(self, groups: int) -> None:
-        return None
-
-    def dense(self) -> Tensor:
-        raise NotImplementedError("SecondMoment.count adds no rows.")
-
-    def plus(self, other: Rows) -> Rows:
-        return self
-
-    def tensors(self) -> list[Tensor]:
-        return []
-
-    def put(self, tensors: Iterator[Tensor]) -> None:
-        return
-
-
 class Recorded(Rows):
-    """Rows as a method added them: means and sums over positions and copies are the method's own.
+    """Rows as a method of a rule added them: means and sums over positions and copies are the method's own."""
 
-    Args:
-        pieces: see :class:`Recorder`.
-        rule: the rule, for messages and for the number of positions.
-    """
-
-    def __init__(self, pieces: list[tuple[Rows, float]], rule: Any) -> None:
+    def __init__(self, recorder: Recorder, rule: Any) -> None:
         super().__init__(torch.empty(0))
-        self.pieces, self.rule, self.shared = pieces, rule, rule.positions
+        self.pieces, self.counted, self.rule, self.shared = recorder.pieces, recorder.counted, rule, rule.positions
 
     @property
     def positions(self) -> int:
@@ -274,11 +147,12 @@ class Recorded(Rows):
 
     @property
     def count(self) -> int:
-        return sum(rows.count for rows, _ in self.pieces)
+        return self.counted + sum(rows.count for rows, _ in self.pieces)
 
     def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
         for rows, weight in self.pieces:
             rows.gram_(moment, alpha * weight)
+        moment.count(self.counted)
 
     def quadratic(self, matrix: Tensor) -> Tensor:
         return sum((weight * rows.quadratic(matrix) for rows, weight in self.pieces), matrix.new_zeros(()))
@@ -294,9 +168,6 @@ class Recorded(Rows):
         return torch.cat([rows.dense() * weight**0.5 for rows, weight in self.pieces])
 
     def summed(self) -> Rows:
-        return self
-
-    def mean(self) -> Rows:
         return self
 
     def over_copies(self, copies: int, mean: bool) -> Rows:
@@ -320,12 +191,12 @@ class Recorded(Rows):
             rows.put(tensors)
 
     def _with(self, pieces: list[tuple[Rows, float]]) -> Recorded:
-        found = Recorded(pieces, self.rule)
-        found.shared = self.shared
+        found = copy.copy(self)
+        found.pieces = pieces
         return found
 
     def _written(self) -> list[tuple[Rows, float]]:
-        if any(isinstance(rows, Diagonal) for rows, _ in self.pieces):
+        if any(isinstance(rows, Diagonal | OneHot) for rows, _ in self.pieces):
             raise ValueError(
                 f"fit: {self.rule.label}: {type(self.rule).__name__} adds to a factor by add_counts() or add_diagonal(), of which several "
                 "calls, or copies that go through the network in chunks, make no sum. Have the rule use add() or add_to(), take a larger "
@@ -335,7 +206,7 @@ class Recorded(Rows):
 
 
 class _State(dict):
-    """What a call left on a rule."""
+    """The attributes that a call left on a rule."""
 
 
 def _state(rule: Any, *arguments: Any) -> Any:
@@ -370,10 +241,9 @@ def _recorders(rule: Any, side: str) -> Iterator[dict[str, Recorder]]:
 
 def _seen(rule: Any, tensors: Any, mean: bool, axis: int) -> list[Any]:
     """Tensors as the rule's methods take them: without reduced precision, and over copies where the rows are linear in them."""
-    if not (rule.approximation == "expand" and promises(type(rule), "takes_reduced", "inputs")):
-        tensors = [full(t) if isinstance(t, Tensor) else t for t in tensors]
+    tensors = [full(t) if isinstance(t, Tensor) else t for t in tensors]
     if rule.copies == rule._copies_seen():
-        return list(tensors)
+        return tensors
     apart = [t.unflatten(axis, (-1, rule.copies)) if isinstance(t, Tensor) else t for t in tensors]
     return [(t.mean(axis + 1) if mean else t.sum(axis + 1)) if isinstance(t, Tensor) else t for t in apart]
 
@@ -381,14 +251,14 @@ def _seen(rule: Any, tensors: Any, mean: bool, axis: int) -> list[Any]:
 def _recorded_inputs(rule: Any, *arguments: Any) -> dict[str, Rows]:
     with _recorders(rule, "input_moment") as found:
         rule.inputs(*_seen(rule, arguments, True, 0))
-    return {name: Recorded(moment.pieces, rule) for name, moment in found.items()}
+    return _by_moment(found, rule)
 
 
 def _recorded_outputs(rule: Any, gradient: Tensor, kept: Any) -> dict[str, Rows]:
     _restore(rule, kept)
     (gradient,) = _seen(rule, [gradient], False, 1)
     with _recorders(rule, "output_moment") as found:
-        if type(rule).vjp is not AddsToMoments.vjp and pulls_back(rule):
+        if type(rule).vjp is not AddsToMoments.vjp:
             rule.vjp(gradient, None)
         else:
             rule.outputs(gradient)
@@ -397,14 +267,12 @@ def _recorded_outputs(rule: Any, gradient: Tensor, kept: Any) -> dict[str, Rows]
 
 def _by_moment(found: Mapping[str, Recorder], rule: Any) -> dict[str, Rows]:
     """Parameters that share a moment have the same rows."""
-    rows = {id(moment): Recorded(moment.pieces, rule) for moment in found.values()}
+    rows = {id(moment): Recorded(moment, rule) for moment in found.values()}
     return {name: rows[id(moment)] for name, moment in found.items()}
 
 
 def _gradient_of_vjp(rule: Any, gradient: Tensor, call: Any) -> Tensor:
-    _restore(rule, call.kept)
-    with _recorders(rule, "output_moment"):  # nothing of it is wanted
-        return rule.vjp(gradient, call.input_shape)
+    return _backward_of_vjp(rule, gradient, call, lambda rows: None, True)
 
 
 def _backward_of_vjp(rule: Any, gradient: Tensor, call: Any, take: Callable[..., None], wanted: bool) -> Tensor | None:

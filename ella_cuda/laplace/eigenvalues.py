@@ -65,8 +65,7 @@ def eigenvalues_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]]
 
 
 def left_to_cusolver(shapes: Sequence[tuple[int, int]]) -> int:
-    """How many of the first sets of blocks ``(G, d)``, the largest first, cuSOLVER takes less time for than our kernel does beside the
-    rest."""
+    """How many of the first of these sets of blocks ``(G, d)``, the largest first, cuSOLVER had better take from our kernel."""
     before = itertools.accumulate((CUSOLVER_ROW * groups * d for groups, d in shapes), initial=0.0)
     own = [max(OWN_SQUARE * d**2, OWN_CUBE * d**3) for _, d in shapes]
     seconds = [one + rest for one, rest in zip(before, [*own, 0.0], strict=True)]
@@ -91,8 +90,7 @@ def eigenbases_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]] 
 
 def workspace(blocks: Iterable[tuple[int, int]], device: torch.device) -> int:
     """Bytes that :func:`eigenvalues_of_all` takes for sums of so many blocks of so many rows each: what is decomposed at once, and as
-    much again for the solver's copy and its scratch.
-    """
+    much again for the solver's copy and its scratch."""
     sizes = [(groups * rows**2, rows**2) for groups, rows in blocks]
     on_cpu = _lapack.AT_ONCE_ON_CPU * _lapack.calls_at_once()
     at_once = on_cpu if device.type == "cpu" else _lapack.AT_ONCE_ELSEWHERE

@@ -317,18 +317,17 @@ def _keep_all(moments: Sequence[SecondMoment], values: Tensor) -> None:
 
 def _checked(moments: Sequence[SecondMoment], values: Tensor) -> list[Tensor]:
     """Each moment's eigenvalues ``(G, d)``, of those of one block after the other, without what rounding took below zero or makes of
-    zeros that are known, once none is nan or further below, for which the device is waited for once.
-
-    A sum of so many outer products has zeros beyond that rank, where rounding can make them.
-    """
+    zeros beyond the rank, once none is nan or further below, for which the device is waited for once."""
     shapes = [(m.total.shape[0], _projected_rows(m)) for m in moments]
     alone = all(groups == 1 for groups, _ in shapes)
     with torch.no_grad():
         table = [(g, d, max(d - m.rows, 0), *m._rounding()) for (g, d), m in zip(shapes, moments, strict=True)]
-        table = torch.tensor(table, dtype=torch.float64, device=values.device)  # one copy from the host
+        table = torch.tensor(
+            [*zip(*table, strict=True)], dtype=torch.float64, device=values.device
+        )  # one copy from the host
         if not alone:
-            table = table.repeat_interleave(table[:, 0].long(), 0, output_size=sum(groups for groups, _ in shapes))
-        _, lengths, beyond, relative, absolute = table.unbind(1)
+            table = table.repeat_interleave(table[0].long(), 1, output_size=sum(groups for groups, _ in shapes))
+        _, lengths, beyond, relative, absolute = table.unbind()
         lengths = lengths.long()
         ends = lengths.cumsum(0)
         starts = ends - lengths

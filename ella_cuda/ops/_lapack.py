@@ -90,6 +90,8 @@ def parts_of(sets: Sequence[Tensor], known: Sequence[tuple[int, float]], large: 
 
 def eigenvalues(part: Part) -> Tensor:
     """Ascending, ``(G, d)``, float64; NaN where a block is not finite."""
+    if part.blocks.shape[1] == 1:  # of which there may be millions
+        return part.blocks[:, 0].double().where(part.blocks[:, 0].isfinite(), torch.nan)
     blocks = part.nonzero().squeeze(0)
     if part.is_thin and part.finite:
         inside, _, fine = within_range(blocks, part.rank, part.error)

@@ -60,10 +60,11 @@ def _fake(sets: Sequence[Tensor], ranks: Sequence[int], errors: Sequence[float])
     """Refuses what the CUDA kernel refuses, in its words."""
     op, counts = "symmetric_eigenvalues", (len(ranks), len(errors))
     for blocks in sets:
-        dtype, contiguous = str(blocks.dtype).removeprefix("torch."), blocks.is_contiguous()
-        torch._check(dtype == "float64", lambda dtype=dtype: f"{op}: sets must be float64, got {dtype}")
-        operand_sizes(op, like=(sets[0], None), sets=(blocks, "G d d"))
-        torch._check(contiguous, lambda: f"{op}: sets must be contiguous")
+        if blocks.dtype != torch.float64:
+            raise RuntimeError(f"{op}: sets must be float64, got {str(blocks.dtype).removeprefix('torch.')}")
+        if blocks.dim() != 3 or blocks.shape[1] != blocks.shape[2] or blocks.device != sets[0].device:
+            operand_sizes(op, like=(sets[0], None), sets=(blocks, "G d d"))
+        torch._check(blocks.is_contiguous(), lambda: f"{op}: sets must be contiguous")
     words = f"{op}: ranks and errors must have as many entries as sets ({len(sets)}), or none, got {counts[0]} and {counts[1]}"
     torch._check(counts in ((0, 0), (len(sets), len(sets))), lambda: words)
     return sets[0].new_empty(sum(blocks.shape[0] * blocks.shape[1] for blocks in sets))

@@ -22,7 +22,7 @@ from benchmarks.machine import processor
 from ella_cuda.data import TensorLoader
 from ella_cuda.distributed import owners, packed_numbers
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.laplace.eigenvalues import eigenvalues
+from ella_cuda.laplace.eigenvalues import eigenvalues_of_all
 from ella_cuda.laplace.evidence import evidence_at
 from ella_cuda.models import neyshabur
 
@@ -83,8 +83,8 @@ def measure(width: int, layer: str, images: int, batch_size: int) -> Measured:
     for moment in moments:
         total = moment.projected()
         if total.shape[1] not in of_size:
-            eigenvalues(total[:1])
-            of_size[total.shape[1]] = _seconds(lambda total=total: eigenvalues(total[:1]))
+            eigenvalues_of_all([total[:1]])
+            of_size[total.shape[1]] = _seconds(lambda total=total: eigenvalues_of_all([total[:1]]))
         blocks += [of_size[total.shape[1]]] * total.shape[0]
     log_precision = la.prior_precision.log().requires_grad_()
 

@@ -53,11 +53,11 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "kron_logdet_hvp(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision, Tensor v_in, Tensor v_out, "
       "Tensor v_precision) -> (Tensor, Tensor, Tensor)");
 
-  // Eigenvalues of symmetric matrices, of which the lower triangles are read, of several sizes: numbers (E,) float64,
-  // contiguous, has groups[s] matrices of rows[s] <= 1024 rows for each s, one after the other -> (V,), each matrix's
-  // ascending, in the same order; NaN where a matrix has numbers that are not finite. Its CPU kernel is in Python: torch's
-  // LAPACK.
-  m.def("symmetric_eigenvalues(Tensor numbers, int[] groups, int[] rows) -> Tensor");
+  // Eigenvalues of symmetric matrices, of which the lower triangles are read, of several sizes: sets (G,d,d) float64,
+  // contiguous, d <= 1024 on CUDA, which are sums of ranks[s] outer products with a relative rounding error of errors[s]; both
+  // are empty where that is unknown -> (V,), one matrix's after the other, each ascending; NaN where a matrix has numbers that
+  // are not finite. Its CPU kernel is in Python: torch's LAPACK.
+  m.def("symmetric_eigenvalues(Tensor[] sets, int[] ranks, float[] errors) -> Tensor");
 
   // The spectra of B tensors in one array: eigenvalues (E,), and tiles (T,5) int64, contiguous, each a tensor b, the first row
   // and the rows, the first column and the columns; rows and columns are eigenvalues, their products l m those of tensor b.

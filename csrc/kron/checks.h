@@ -151,32 +151,23 @@ inline KronVarianceSizes check_kron_variance(const Tensor& variance, const Tenso
 
 constexpr int kMostEigenvalueRows = 1024;  // ella_cuda/ops/symmetric_eigenvalues.py knows it too
 
-struct SymmetricEigenvalueSizes {
-  int64_t matrices, values;
-};
-
-inline SymmetricEigenvalueSizes check_symmetric_eigenvalues(const Tensor& numbers, const std::vector<int64_t>& groups,
-                                                            const std::vector<int64_t>& rows) {
+inline void check_symmetric_eigenvalues(const std::vector<Tensor>& sets, const std::vector<int64_t>& ranks,
+                                        const std::vector<double>& errors) {
   const char* op = "symmetric_eigenvalues";
-  ELLA_CHECK(numbers.scalar_type() == ScalarType::Double, op, ": numbers must be float64, got ",
-             dtype_name(numbers.scalar_type()));
-  ArgumentCheck(op, "numbers", numbers).tensor("numbers", numbers, {-1}, "(E,)");
-  ELLA_CHECK(numbers.is_contiguous(), op, ": numbers must be contiguous");
-  ELLA_CHECK(groups.size() == rows.size(), op, ": groups must have as many entries as rows (", rows.size(), "), got ",
-             groups.size());
-  SymmetricEigenvalueSizes s{0, 0};
-  int64_t left = numbers.numel();
-  for (size_t i = 0; i < rows.size(); ++i) {
-    ELLA_CHECK(0 <= rows[i] && rows[i] <= kMostEigenvalueRows, op, ": rows must be from 0 to ", kMostEigenvalueRows, ", got ",
-               rows[i]);
-    ELLA_CHECK(0 <= groups[i] && groups[i] <= kMaxCounted, op, ": groups must be from 0 to 2^53, got ", groups[i]);
-    if (rows[i] == 0) continue;
-    ELLA_CHECK(groups[i] <= left / (rows[i] * rows[i]), op, ": numbers must have sum(groups * rows^2) entries, got fewer (",
-               numbers.numel(), ")");
-    left -= groups[i] * rows[i] * rows[i], s.values += groups[i] * rows[i], s.matrices += groups[i];
+  ELLA_CHECK(!sets.empty(), op, ": sets must have a tensor");
+  const ArgumentCheck check(op, "sets", sets[0]);
+  for (const Tensor& blocks : sets) {
+    check.tensor("sets", blocks, {-1, -1, -1}, "(G, d, d)");
+    check.tensor("sets", blocks, {-1, blocks.size(1), blocks.size(1)}, "(G, d, d)");
+    ELLA_CHECK(blocks.scalar_type() == ScalarType::Double, op, ": sets must be float64, got ",
+               dtype_name(blocks.scalar_type()));
+    ELLA_CHECK(blocks.is_contiguous(), op, ": sets must be contiguous");
+    ELLA_CHECK(blocks.size(1) <= kMostEigenvalueRows, op, ": sets must have at most ", kMostEigenvalueRows, " rows, got ",
+               blocks.size(1));
   }
-  ELLA_CHECK(left == 0, op, ": numbers must have sum(groups * rows^2) entries, got more (", numbers.numel(), ")");
-  return s;
+  ELLA_CHECK(ranks.size() == errors.size() && (ranks.empty() || ranks.size() == sets.size()), op,
+             ": ranks and errors must have as many entries as sets (", sets.size(), "), or none, got ", ranks.size(), " and ",
+             errors.size());
 }
 
 // ---- kron_evidence and its second derivative ----

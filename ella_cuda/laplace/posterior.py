@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ella_cuda import ops
 from ella_cuda.distributed import Ranks
-from ella_cuda.laplace.eigenvalues import eigenbases_of_all
 from ella_cuda.laplace.factors import FactorShape, Jacobian, KroneckerFactor, without_repeats
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn._sizes import as_count
@@ -106,14 +105,11 @@ def eigenbases(
     """The eigenbases of all factors; factors that share a side have one decomposition of it.
 
     Raises:
-        FloatingPointError, ArithmeticError: see :meth:`SecondMoment.eigenvalues`.
-        torch.linalg.LinAlgError: a block's eigenvectors did not converge.
+        FloatingPointError, ArithmeticError, torch.linalg.LinAlgError: see :meth:`SecondMoment.eigenvalues`.
     """
     sides = {m: None for f in factors.values() for m in (f.input_moment, f.output_moment) if m is not None}
     with torch.no_grad():
-        SecondMoment.decompose_all(sides)  # has words for what is wrong with a factor
-        vectors = eigenbases_of_all([m.projected() for m in sides], [m.rank for m in sides])
-        found = {m: (m.eigenvalues(), v.to(m.dtype)) for m, (_, v) in zip(sides, vectors, strict=True)}
+        found = SecondMoment.bases_of_all(sides)
     result = {}
     for name, factor in factors.items():
         values_out, vectors_out = found[factor.output_moment]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ella_cuda import ops
 from ella_cuda.distributed import Ranks, owners
-from ella_cuda.laplace.eigenvalues import eigenvalues, eigenvalues_of_all
+from ella_cuda.laplace.eigenvalues import eigenbases_of_all, eigenvalues_of_all
 from ella_cuda.nn import SpatialBasis
 
 # Rows of a single block up to this size are multiplied in float64: products of float32 would lose the zero eigenvalue that the softmax
@@ -173,10 +173,9 @@ class SecondMoment:
         Computed once and kept until rows are added or the basis changes; where the basis' anchors or inverse lengthscale require a
         gradient, anew at every call and differentiable in them.
 
-        The decomposition is in float64 as the sum is. An eigensolver's error is eps times the *largest* eigenvalue, in
-        every eigenvalue; the evidence compares products of small ones with the prior precision. Inputs of very
-        different scales (a nearly dead channel beside a live one) give sums whose small eigenvalues a float32 solver
-        replaces by noise of either sign.
+        The decomposition is in float64 as the sum is: an eigensolver's error is eps times the *largest* eigenvalue, and the evidence compares
+        products of small ones with the prior precision. Inputs of very different scales (a nearly dead channel beside a live one) have
+        small eigenvalues that a float32 solver replaces by noise of either sign.
 
         A sum of R outer products has rank R at most: of the ``d - R`` smallest eigenvalues, those up to
         :math:`\\epsilon (d + \\sqrt R) \\lambda_{max}` are zero, :math:`\\epsilon` the products' rounding.
@@ -186,72 +185,60 @@ class SecondMoment:
             ArithmeticError: an eigenvalue is negative beyond rounding; the sum is then no sum of outer products.
             torch.linalg.LinAlgError: a block's eigenvalues did not converge.
         """
-        if self._eigenvalues is not None and not self._learns() and self._matrix() is self._decomposed_on:
-            return self._eigenvalues
-        (blocks,) = _blocks([self])
-        (values,) = _checked([self], [eigenvalues(blocks)])
-        if not self._learns():
-            self._keep(values)
-        return values
+        if self._learns():
+            self._require_finite()
+            return _checked([self], torch.linalg.eigvalsh(self.projected()).flatten())[0]
+        SecondMoment.decompose_all([self])
+        return self._eigenvalues
 
     @staticmethod
     def decompose_all(moments: Iterable[SecondMoment]) -> None:
         """Compute what :meth:`eigenvalues` of each keeps, of many at once: see :func:`ella_cuda.laplace.eigenvalues.eigenvalues_of_all`.
-
-        Raises:
-            What :meth:`eigenvalues` raises; other moments may have theirs.
-        """
+        Raises what :meth:`eigenvalues` raises; other moments may have theirs."""
         lacking = [m for m in moments if m._eigenvalues is None or m._matrix() is not m._decomposed_on]
-        for numbers in _at_once(dict(enumerate(lacking))):
-            together = [lacking[number] for number in numbers]
-            found = _checked(together, eigenvalues_of_all(_blocks(together), [m.rank for m in together]))
-            for moment, values in zip(together, found, strict=True):
-                moment._keep(values)
+        for together in _at_once(lacking):
+            _keep_all(together, eigenvalues_of_all([m.projected() for m in together], [m.rank for m in together]))
+
+    @staticmethod
+    def bases_of_all(moments: Iterable[SecondMoment]) -> dict[SecondMoment, tuple[Tensor, Tensor]]:
+        """Eigenvalues of each, as :meth:`eigenvalues`, which keeps them, and the eigenvectors ``(G, a, a)``, columns, of the rows' dtype.
+        Raises what :meth:`eigenvalues` raises."""
+        found: dict[SecondMoment, tuple[Tensor, Tensor]] = {}
+        for together in _at_once(moments):
+            values, vectors = eigenbases_of_all([m.projected() for m in together], [m.rank for m in together])
+            _keep_all(together, values)
+            found |= {m: (m._eigenvalues, own.to(m.dtype)) for m, own in zip(together, vectors, strict=True)}
+        return found
 
     @staticmethod
     def decompose_together(moments: Sequence[SecondMoment], ranks: Ranks) -> None:
         """As :meth:`decompose_all`, of sums that all ranks have alike: each block by one rank, whose eigenvalues all get. Blocks of one row,
-        of which a moment may have millions, are their eigenvalues, and nobody's.
-
-        Raises:
-            What :meth:`eigenvalues` raises, on all ranks.
-        """
+        of which a moment may have millions, are their eigenvalues, and nobody's. Raises what :meth:`eigenvalues` raises, on all ranks."""
         small, nothing = [m for m in moments if _projected_rows(m) == 1], moments[0].total.new_empty(0)
         moments = [m for m in moments if m not in small]
-        sizes = [(m.total.shape[0], _projected_rows(m)) for m in moments]
-        blocks = [(number, block) for number, (groups, _) in enumerate(sizes) for block in range(groups)]
-        owner = owners([float(sizes[number][1]) ** 3 for number, _ in blocks], ranks.size)
-        mine: dict[int, list[int]] = {}
-        for (number, block), rank in zip(blocks, owner, strict=True):
+        blocks = [(moment, block) for moment in moments for block in range(moment.total.shape[0])]
+        sizes = [_projected_rows(moment) for moment, _ in blocks]
+        owner = owners([float(size) ** 3 for size in sizes], ranks.size)
+        mine: dict[SecondMoment, list[int]] = {}
+        for (moment, block), rank in zip(blocks, owner, strict=True):
             if rank == ranks.rank:
-                mine.setdefault(number, []).append(block)
+                mine.setdefault(moment, []).append(block)
 
         def decompose() -> Tensor:
             SecondMoment.decompose_all(small)
-            found: dict[int, Tensor] = {}
-            for some in _at_once({number: moments[number] for number in mine}):
-                wholes = _blocks([moments[number] for number in some])
-                own = [
-                    whole if len(mine[number]) == len(whole) else whole[mine[number]]
-                    for whole, number in zip(wholes, some, strict=True)
-                ]
-                found |= zip(some, eigenvalues_of_all(own, [moments[number].rank for number in some]), strict=True)
-            return torch.cat([found[number].flatten() for number in mine]) if mine else nothing
+            found: dict[SecondMoment, Tensor] = {}
+            for some in _at_once(mine):
+                wholes = [(mine[moment], moment.projected()) for moment in some]
+                own = [whole if len(its) == len(whole) else whole[its] for its, whole in wholes]
+                values = eigenvalues_of_all(own, [moment.rank for moment in some])
+                found |= zip(some, values.split([part.shape[0] * part.shape[1] for part in own]), strict=True)
+            return torch.cat([found[moment] for moment in mine]) if mine else nothing
 
-        found = ranks.together(decompose)
-        counts = [0] * ranks.size
-        for (number, _), rank in zip(blocks, owner, strict=True):
-            counts[rank] += sizes[number][1]
-        pieces = [
-            list(part.split(_of_rank(blocks, owner, sizes, rank)))
-            for rank, part in enumerate(ranks.gather_uneven(found, counts))
-        ]
-        taken = [iter(part) for part in pieces]
-        by_moment: list[list[Tensor]] = [[] for _ in moments]
-        for (number, _), rank in zip(blocks, owner, strict=True):
-            by_moment[number].append(next(taken[rank]))
-        for moment, values in zip(moments, _checked(moments, [torch.stack(v) for v in by_moment]), strict=True):
-            moment._keep(values)
+        of_rank = [[s for s, o in zip(sizes, owner, strict=True) if o == rank] for rank in range(ranks.size)]
+        found = ranks.gather_uneven(ranks.together(decompose), [sum(own) for own in of_rank])
+        taken = [iter(part.split(own)) for part, own in zip(found, of_rank, strict=True)]
+        if moments:  # whose blocks are in their order
+            _keep_all(moments, torch.cat([next(taken[rank]) for rank in owner]))
 
     def _learns(self) -> bool:
         """Whether the eigenvalues are wanted as a function of the basis."""
@@ -260,41 +247,41 @@ class SecondMoment:
     def _matrix(self) -> Tensor | None:
         return None if self.basis is None else self.basis.matrix()
 
-    def _keep(self, values: Tensor) -> None:
-        self._eigenvalues, self._decomposed_on = values, self._matrix()
+    def _rounding(self) -> tuple[float, float]:
+        """How far below zero rounding may have taken eigenvalues: relative to a block's largest, and in absolute terms."""
+        # R rounded terms carry an error of about sqrt(R) eps relative to the largest eigenvalue, d eps at the least; eps is that of the
+        # products, whose dtype is the rows'. Below the smallest normal number, where the moments of a layer that was switched off end,
+        # rounding is absolute: a product can lose up to that number, in each of R terms and d entries.
+        number, size = torch.finfo(self.dtype), self.total.shape[-1]
+        return number.eps * (size + math.sqrt(self.rows)), number.tiny * size * max(self.rows, 1)
 
-    def _tolerance(self, values: Tensor) -> Tensor:
-        """How far below zero rounding may have taken eigenvalues, ``(G,)``."""
-        # A sum of R rounded terms carries an error of about sqrt(R) eps relative to the largest eigenvalue, d eps
-        # at the least; eps is that of the products, whose dtype is the rows'. Below the smallest normal number, where
-        # the moments of a layer that was switched off end, rounding is absolute: a product can lose up to that
-        # number, in each of R terms and d entries.
-        number = torch.finfo(self.dtype)
-        size = self.total.shape[-1]
-        largest, growth = values.amax(-1).clamp(min=0), 1.0
-        if self.basis is not None:
-            # The error is that of the sum before it was projected, times |Psi|^2 at most. Sums of rows and columns bound the norms.
-            psi = self.basis.matrix().double().abs()
-            growth = psi.sum(0).amax() * psi.sum(1).amax()
-            largest = self.total.abs().sum(-1).amax(-1) * growth
-        tolerance = number.eps * (size + math.sqrt(self.rows)) * largest
-        return tolerance + number.tiny * size * max(self.rows, 1) * growth
+    def _rounding_on_basis(self) -> Tensor:
+        """How far below zero rounding may have taken eigenvalues of the sum on its basis, ``(G,)``."""
+        # The error is that of the sum before it was projected, times |Psi|^2 at most. Sums of rows and columns bound the norms.
+        psi, (relative, absolute) = self.basis.matrix().double().abs(), self._rounding()
+        return (psi.sum(0).amax() * psi.sum(1).amax()) * (relative * self.total.abs().sum(-1).amax(-1) + absolute)
 
-    def _refuse(self, values: Tensor) -> None:
-        """Raise what is wrong with these eigenvalues."""
+    def _require_finite(self) -> None:
+        if not bool(self.total.isfinite().all()):
+            raise FloatingPointError(
+                f"{self.name}: the factor has entries that are not finite; the activations or gradients of this layer overflowed. Check "
+                "the inputs and the parameters for inf and nan, or use float64."
+            )
+
+    def _refuse(self, values: Tensor, tolerance: Tensor) -> None:
+        """Raise what is wrong with eigenvalues ``(G, d)`` of which some are nan or below the tolerance ``(G,)``."""
+        self._require_finite()
         undefined = values.isnan().any(-1)
         if undefined.any():
             raise torch.linalg.LinAlgError(
                 f"{self.name}: the eigenvalues of block {int(undefined.nonzero()[0])} of the factor did not converge; use float64 "
                 "parameters, or fit on data of another scale."
             )
-        tolerance = self._tolerance(values)
         block = int((~(values.amin(-1) >= -tolerance)).nonzero()[0])
         raise ArithmeticError(
-            f"{self.name}: block {block} of the factor has the eigenvalue {values[block].min().item():.6g}, "
-            f"negative beyond rounding (tolerance {tolerance[block].item():.3g}); a sum of outer products "
-            "cannot. If a rule of your own filled it, check that only positive multiples of outer products are "
-            "added."
+            f"{self.name}: block {block} of the factor has the eigenvalue {values[block].min().item():.6g}, negative beyond rounding "
+            f"(tolerance {tolerance[block].item():.3g}); a sum of outer products cannot. If a rule of your own filled it, check that only "
+            "positive multiples of outer products are added."
         )
 
 
@@ -313,31 +300,49 @@ class UnkeptMoment(SecondMoment):
         return self
 
 
-def _blocks(moments: Sequence[SecondMoment]) -> list[Tensor]:
-    """:meth:`SecondMoment.projected` of each, once all sums are found to be finite, for which the device is waited for once."""
-    finite = [moment.total.sum().isfinite() for moment in moments]  # without a copy, as isfinite makes
-    for moment, fine in zip(moments, _each(finite), strict=True):
-        if not fine:
-            raise FloatingPointError(
-                f"{moment.name}: the factor has entries that are not finite; the activations or gradients of this "
-                "layer overflowed. Check the inputs and the parameters for inf and nan, or use float64."
-            )
-    return [moment.projected() for moment in moments]
+def _keep_all(moments: Sequence[SecondMoment], values: Tensor) -> None:
+    """Have the moments keep their eigenvalues, given one block's after the other."""
+    for moment, own in zip(moments, _checked(moments, values), strict=True):
+        moment._eigenvalues, moment._decomposed_on = own, moment._matrix()
 
 
-def _checked(moments: Sequence[SecondMoment], found: Sequence[Tensor]) -> list[Tensor]:
-    """Eigenvalues without what rounding took below zero, or makes of zeros that are known, once none is nan or further below, for which the
-    device is waited for once."""
+def _checked(moments: Sequence[SecondMoment], values: Tensor) -> list[Tensor]:
+    """Each moment's eigenvalues ``(G, d)``, of those of one block after the other, without what rounding took below zero or makes of
+    zeros beyond the rank, once none is nan or further below, for which the device is waited for once."""
+    shapes = [(m.total.shape[0], _projected_rows(m)) for m in moments]
+    alone = all(groups == 1 for groups, _ in shapes)
     with torch.no_grad():
-        tolerances = [m._tolerance(v) for m, v in zip(moments, found, strict=True)]
-        fine = [(v.amin(-1) >= -tolerance).all() for v, tolerance in zip(found, tolerances, strict=True)]
-        for moment, values, is_fine in zip(moments, found, _each(fine), strict=True):
-            if not is_fine:
-                moment._refuse(values)
-    return [
-        _within_rank(values.clamp(min=0), moment.rows, tolerance)
-        for moment, values, tolerance in zip(moments, found, tolerances, strict=True)
-    ]
+        table = [(g, d, max(d - m.rows, 0), *m._rounding()) for (g, d), m in zip(shapes, moments, strict=True)]
+        table = torch.tensor(
+            [*zip(*table, strict=True)], dtype=torch.float64, device=values.device
+        )  # one copy from the host
+        if not alone:
+            table = table.repeat_interleave(table[0].long(), 1, output_size=sum(groups for groups, _ in shapes))
+        _, lengths, beyond, relative, absolute = table.unbind()
+        lengths = lengths.long()
+        ends = lengths.cumsum(0)
+        starts = ends - lengths
+        smallest, largest = values[torch.stack([starts, ends - 1])].unbind()
+        tolerances = torch.addcmul(absolute, relative, largest.clamp(min=0))
+        by_moment = tolerances.split([groups for groups, _ in shapes])
+        for moment, own in zip(moments, by_moment, strict=True):
+            if moment.basis is not None:
+                own.copy_(moment._rounding_on_basis())
+        fine = bool((smallest >= -tolerances).all())
+    numbers = [groups * rows for groups, rows in shapes]
+    if not fine:
+        for moment, own, tolerance, shape in zip(moments, values.split(numbers), by_moment, shapes, strict=True):
+            if not bool((own.view(shape).amin(-1) >= -tolerance).all()):
+                moment._refuse(own.view(shape), tolerance)
+    values = values.clamp(min=0)
+    if any(rows > moment.rows for (_, rows), moment in zip(shapes, moments, strict=True)):
+        bounds = torch.stack([starts + beyond, tolerances])
+        first, least = bounds.repeat_interleave(lengths, 1, output_size=len(values))
+        zero = (torch.arange(len(values), device=values.device) < first) & (values <= least)
+        values = values.masked_fill(zero, 0.0)
+    if alone:
+        return list(values[None].split(numbers, 1))
+    return [own.view(shape) for own, shape in zip(values.split(numbers), shapes, strict=True)]
 
 
 def _alike(rows: Tensor) -> bool:
@@ -362,19 +367,12 @@ def _of_few_directions(vectors: Tensor, share: float = 0.5) -> bool:
     return bool(values[max(int(share * len(values)) - 1, 0)] < ALIKE * values[-1])
 
 
-def _within_rank(values: Tensor, rows: int, tolerance: Tensor) -> Tensor:
-    """Ascending eigenvalues ``(G, d)`` of sums of so many outer products: zeros beyond that rank, where rounding can make them."""
-    beyond = values.shape[1] - rows
-    if beyond <= 0:
-        return values
-    first = values[:, :beyond]
-    return torch.cat([first.masked_fill(first <= tolerance[:, None], 0.0), values[:, beyond:]], 1)
-
-
-def _at_once(moments: Mapping[int, SecondMoment]) -> list[list[int]]:
-    """Which of the moments are decomposed together. On the CPU one projection after the other: they are copies, in float64."""
-    apart = [number for number, m in moments.items() if m.total.is_cpu and m.basis is not None]
-    return [[number for number in moments if number not in apart], *([number] for number in apart)]
+def _at_once(moments: Iterable[SecondMoment]) -> list[list[SecondMoment]]:
+    """The moments of one device, which are decomposed together; on the CPU one projection after the other, for they are copies."""
+    together: dict[object, list[SecondMoment]] = {}
+    for m in moments:
+        together.setdefault(m if m.total.is_cpu and m.basis is not None else m.total.device, []).append(m)
+    return list(together.values())
 
 
 def _projected_rows(moment: SecondMoment) -> int:
@@ -384,15 +382,3 @@ def _projected_rows(moment: SecondMoment) -> int:
         return rows
     anchors, positions = moment.basis.matrix().shape
     return rows // positions * anchors
-
-
-def _of_rank(
-    blocks: Sequence[tuple[int, int]], owner: Sequence[int], sizes: Sequence[tuple[int, int]], rank: int
-) -> list[int]:
-    """Rows of a rank's blocks, in their order."""
-    return [sizes[number][1] for (number, _), its_owner in zip(blocks, owner, strict=True) if its_owner == rank]
-
-
-def _each(flags: Sequence[Tensor]) -> list[bool]:
-    """What they hold, in one wait for a device."""
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []

@@ -1,16 +1,16 @@
-"""Eigenvalues of many symmetric matrices of different sizes by one call, which is ``ella_cuda.laplace.eigenvalues``' on CUDA."""
+"""Eigenvalues of many symmetric matrices of different sizes by one call, which is ``ella_cuda.laplace.eigenvalues``'."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ella_cuda.ops import _lapack
 from ella_cuda.ops._cases import KernelCase, cases, normal
-from ella_cuda.ops._operator import require_countable
+from ella_cuda.ops._operator import operand_sizes
 
 MOST_ROWS = 1024  # csrc/kron/checks.h knows it too
 FEWER_ROWS = 640  # where a block of threads has less than SHARED bytes
@@ -19,85 +19,61 @@ SHARED = 140 << 10
 
 @functools.cache
 def most_rows(device: torch.device) -> int:
-    """Rows of the largest matrices that :func:`symmetric_eigenvalues` takes on a device."""
+    """Rows of the largest matrices that the CUDA kernel takes on a device; any other device has its rows."""
     if device.type != "cuda":
         return MOST_ROWS
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED)
     return MOST_ROWS if shared >= SHARED else FEWER_ROWS
 
 
-def symmetric_eigenvalues(sets: Sequence[Tensor]) -> list[Tensor]:
-    """Eigenvalues of every set of symmetric matrices, ascending, ``(G, d)``, float64, without derivatives.
+def symmetric_eigenvalues(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]] = ()) -> Tensor:
+    """Eigenvalues of every set of symmetric matrices, ascending, one matrix after the other, ``(sum G d,)``, float64, without derivatives.
 
-    A matrix's error is some roundings of its largest eigenvalue. Its eigenvalues are NaN where a number is not finite.
+    A matrix's error is some roundings of its largest eigenvalue. Its eigenvalues are NaN where a number is not finite. On the CPU threads
+    share the matrices; large ones are decomposed without their rows of zeros, and by a basis of their range where that is small.
 
     Args:
-        sets: each ``(G, d, d)``, float32 or float64, on one device; lower triangles are read. ``d`` is at most :func:`most_rows`. On
-            CUDA the largest sets should come first, and those of one size side by side.
+        sets: each ``(G, d, d)``, float32 or float64, on one device; lower triangles are read. On CUDA ``d`` is at most :func:`most_rows`.
+        rows: of each set, how many outer products its matrices are sums of, which are then positive semidefinite up to rounding, and
+            their relative rounding error; empty where this is unknown.
 
     Raises:
         RuntimeError: a set has more rows.
+        torch.linalg.LinAlgError: eigenvalues did not converge, on the CPU.
 
     Source: Dongarra, Sorensen and Hammarling, "Block reduction of matrices to condensed forms for eigenvalue computations",
     J. Comput. Appl. Math. 1989; Barth, Martin and Wilkinson, "Calculation of the eigenvalues of a symmetric tridiagonal matrix by the
     method of bisection", Numer. Math. 1967.
     """
-    shapes = [blocks.shape[:2] for blocks in sets]
-    sizes = [(sum(g for g, _ in same), d) for d, same in itertools.groupby(shapes, lambda shape: shape[1])]
-    numbers = torch.cat([blocks.detach().reshape(-1) for blocks in sets]).double()
-    values = torch.ops.ella_cuda.symmetric_eigenvalues(numbers, [g for g, _ in sizes], [d for _, d in sizes])
-    return [part.view(shape) for part, shape in zip(values.split([g * d for g, d in shapes]), shapes, strict=True)]
+    if not sets:
+        return torch.empty(0, dtype=torch.float64)
+    wide = [(blocks.detach() if blocks.requires_grad else blocks).double().contiguous() for blocks in sets]
+    return torch.ops.ella_cuda.symmetric_eigenvalues(wide, [rank for rank, _ in rows], [error for _, error in rows])
 
 
-def symmetric_eigenvalues_torch(sets: Sequence[Tensor]) -> list[Tensor]:
+def symmetric_eigenvalues_torch(sets: Sequence[Tensor]) -> Tensor:
     """Plain-torch reference of :func:`symmetric_eigenvalues`."""
-    return [torch.linalg.eigvalsh(blocks.detach().double()) for blocks in sets]
+    return torch.cat([torch.linalg.eigvalsh(blocks.detach().double()).flatten() for blocks in sets])
 
 
-def _check(numbers: Tensor, groups: Sequence[int], rows: Sequence[int]) -> int:
-    """Refuse what the CUDA kernel refuses, in its words; how many eigenvalues there are."""
-    op = "symmetric_eigenvalues"
-
-    def require(holds: bool, message: str) -> None:
-        if not holds:
-            raise RuntimeError(f"{op}: {message}")
-
-    require(numbers.dtype == torch.float64, f"numbers must be float64, got {str(numbers.dtype).removeprefix('torch.')}")
-    require(numbers.dim() == 1, f"numbers must have shape (E,), got {tuple(numbers.shape)}")
-    require_countable(op, numbers=numbers)
-    require(numbers.is_contiguous(), "numbers must be contiguous")
-    require(len(groups) == len(rows), f"groups must have as many entries as rows ({len(rows)}), got {len(groups)}")
-    for size, d in zip(groups, rows, strict=True):
-        require(0 <= d <= MOST_ROWS, f"rows must be from 0 to {MOST_ROWS}, got {d}")
-        require(0 <= size <= 1 << 53, f"groups must be from 0 to 2^53, got {size}")
-    wanted = sum(size * d * d for size, d in zip(groups, rows, strict=True))
-    amount = "fewer" if numbers.numel() < wanted else "more"
-    require(
-        numbers.numel() == wanted,
-        f"numbers must have sum(groups * rows^2) entries, got {amount} ({numbers.numel()})",
-    )
-    return sum(size * d for size, d in zip(groups, rows, strict=True))
+def _fake(sets: Sequence[Tensor], ranks: Sequence[int], errors: Sequence[float]) -> Tensor:
+    """Refuses what the CUDA kernel refuses, in its words."""
+    op, counts = "symmetric_eigenvalues", (len(ranks), len(errors))
+    for blocks in sets:
+        if blocks.dtype != torch.float64:
+            raise RuntimeError(f"{op}: sets must be float64, got {str(blocks.dtype).removeprefix('torch.')}")
+        if blocks.dim() != 3 or blocks.shape[1] != blocks.shape[2] or blocks.device != sets[0].device:
+            operand_sizes(op, like=(sets[0], None), sets=(blocks, "G d d"))
+        torch._check(blocks.is_contiguous(), lambda: f"{op}: sets must be contiguous")
+    words = f"{op}: ranks and errors must have as many entries as sets ({len(sets)}), or none, got {counts[0]} and {counts[1]}"
+    torch._check(counts in ((0, 0), (len(sets), len(sets))), lambda: words)
+    return sets[0].new_empty(sum(blocks.shape[0] * blocks.shape[1] for blocks in sets))
 
 
-def _fake(numbers: Tensor, groups: Sequence[int], rows: Sequence[int]) -> Tensor:
-    return numbers.new_empty(_check(numbers, groups, rows))
-
-
-def _on_cpu(numbers: Tensor, groups: Sequence[int], rows: Sequence[int]) -> Tensor:
-    _check(numbers, groups, rows)
-    ends = itertools.accumulate(size * d * d for size, d in zip(groups, rows, strict=True))
-    found = [numbers.new_empty(0)]
-    for end, size, d in zip(ends, groups, rows, strict=True):
-        blocks = numbers[end - size * d * d : end].view(size, d, d)
-        found += [_or_nan(block) for block in blocks]
-    return torch.cat(found)
-
-
-def _or_nan(block: Tensor) -> Tensor:
-    """A matrix's eigenvalues by LAPACK, which refuses what is not finite."""
-    if block.tril().isfinite().all():
-        return torch.linalg.eigvalsh(block)
-    return block.new_full(block.shape[:1], float("nan"))
+def _on_cpu(sets: Sequence[Tensor], ranks: Sequence[int], errors: Sequence[float]) -> Tensor:
+    _fake(sets, ranks, errors)
+    parts = _lapack.parts_of(sets, list(zip(ranks, errors, strict=True)), _lapack.LARGE)
+    return torch.cat([values.reshape(-1) for values in _lapack.by_threads(parts, _lapack.eigenvalues)])
 
 
 torch.library.register_fake("ella_cuda::symmetric_eigenvalues", _fake)
@@ -109,7 +85,5 @@ def kernel_cases() -> list[KernelCase]:
         halves = normal(1, 301, 301), normal(2, 70, 70), normal(3, 64, 64), normal(3, 17, 17), normal(2, 1, 1)
         return tuple(half @ half.mT for half in halves)
 
-    def of(function: Callable[[Sequence[Tensor]], list[Tensor]]) -> Callable[..., list[Tensor]]:
-        return lambda *sets: function(sets)
-
-    return cases("symmetric_eigenvalues", matrices, of(symmetric_eigenvalues), of(symmetric_eigenvalues_torch))
+    ours, plain = lambda *sets: symmetric_eigenvalues(sets), lambda *sets: symmetric_eigenvalues_torch(sets)
+    return cases("symmetric_eigenvalues", matrices, ours, plain)

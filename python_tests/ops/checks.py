@@ -34,12 +34,13 @@ class Operands(NamedTuple):
     Attributes:
         tensors: for each its axes, as in ``"N C 3 3"``, equal letters for equal sizes; and its dtype where it is not float32.
         rest: the arguments that follow.
-        contiguous: whether the op takes contiguous tensors alone.
+        contiguous: whether the op takes contiguous tensors alone. listed: whether it takes them as a list.
     """
 
     tensors: list[tuple[Any, ...]]
     rest: tuple[Any, ...] = ()
     contiguous: bool = False
+    listed: bool = False
 
 
 def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:

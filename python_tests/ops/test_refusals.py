@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,12 @@ def tensors(name: str, sizes: dict[str, int], device: str = "cpu") -> list[Tenso
     return made
 
 
+def arguments(name: str, made: list[Any], rest: Sequence[Any] | None = None) -> list[Any]:
+    return [*([made] if OPS[name].listed else made), *(OPS[name].rest if rest is None else rest)]
+
+
 def call(name: str, made: list[Tensor]) -> None:
-    getattr(torch.ops.ella_cuda, name)(*made, *OPS[name].rest)
+    getattr(torch.ops.ella_cuda, name)(*arguments(name, made))
 
 
 def with_own_factor(name: str, made: list[Tensor]) -> list[Tensor]:
@@ -100,7 +104,7 @@ def test_tensors_without_memory_are_checked_as_others_are(name):
 
     def refused(place: int, change: Callable[[Tensor], Tensor]) -> str:
         words = [
-            refusal(name, [*made[:place], change(made[place]), *made[place + 1 :], *OPS[name].rest])
+            refusal(name, arguments(name, [*made[:place], change(made[place]), *made[place + 1 :]]))
             for made in (in_memory, right)
         ]
         # Of a shape that is another argument's, or one of two, the kernel says so.
@@ -131,11 +135,10 @@ def ones(axes: str, dtype: torch.dtype, device: str) -> Tensor:
 
 @pytest.mark.parametrize(("name", "made", "rest", "words"), REFUSALS)
 def test_values_are_refused_in_the_same_words_with_and_without_memory(name, made, rest, words):
-    args = [*made, *rest]
-    cpu, meta = (
-        refusal(name, [ones(a[0], [*a, torch.float32][1], d) if isinstance(a, tuple) else a for a in args])
-        for d in ("cpu", "meta")
-    )
+    def given(args: Any, device: str) -> list[Any]:
+        return [ones(a[0], [*a, torch.float32][1], device) if isinstance(a, tuple) else a for a in args]
+
+    cpu, meta = (refusal(name, arguments(name, given(made, d), given(rest, d))) for d in ("cpu", "meta"))
     assert words in cpu
     assert meta == cpu
 

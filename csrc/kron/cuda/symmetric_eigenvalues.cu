@@ -38,12 +38,13 @@ constexpr int kHalvings = 58;           // of an interval at most six times as l
 constexpr int kUnscaled = 4;            // rows of the recurrence
 constexpr double kLeastSquare = 1e-60;  // four of them are no less than 1e-308, with what a step loses beside
 constexpr double kBehind = 1e6;         // a diagonal above all eigenvalues of a scaled matrix
-constexpr int kSets = 32;               // of a launch
+constexpr int kSets = 96;               // of a launch, whose arguments are at most 4 KB
 
-// Matrices of one size, of which the first is number `first` of the launch: where their numbers, their copies with rows of an
-// even length and their eigenvalues begin.
+// Matrices of one size, of which the first is number `first` of the launch: their numbers, and where their copies with rows of
+// an even length and their eigenvalues begin.
 struct Set {
-  int64_t first, numbers, copies, values;
+  int64_t first, copies, values;
+  const double* numbers;
   int rows;
 
   __host__ __device__ int stride() const { return rows + rows % 2; }
@@ -189,12 +190,12 @@ __device__ __forceinline__ double copy_scaled(const double* numbers, double* a, 
   return largest == 0 ? 0 : __longlong_as_double(static_cast<long long>(1023 + exponent) << 52);
 }
 
-//   numbers, copies: of all matrices; diagonal, off_diagonal (values), of the scaled matrices; units (matrices): what their
+//   copies: of all matrices; diagonal, off_diagonal (values), of the scaled matrices; units (matrices): what their
 //   eigenvalues are to be multiplied by. No matrix has more than Rows rows.
 template <int Threads, int Rows>
 __global__ void __launch_bounds__(Threads)
-    tridiagonalise_kernel(Sets sets, const double* __restrict__ numbers, double* copies, double* __restrict__ diagonal,
-                          double* __restrict__ off_diagonal, double* __restrict__ units) {
+    tridiagonalise_kernel(Sets sets, double* copies, double* __restrict__ diagonal, double* __restrict__ off_diagonal,
+                          double* __restrict__ units) {
   constexpr int owned = Rows / Threads;  // numbers of a column a thread
   static_assert(owned * Threads == Rows, "the threads own the longest column");
   const Set own = find(sets, blockIdx.x);
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(Threads)
   const SharedArray<double> head = memory.array<double>(1);
   double* const a = copies + own.copies;
   for (int i = threadIdx.x; i < kPanel * stride; i += Threads) v[i] = 0, w[i] = 0;
-  const double unit = copy_scaled<Threads>(numbers + own.numbers, a, rows, stride, sums);
+  const double unit = copy_scaled<Threads>(own.numbers, a, rows, stride, sums);
   if (threadIdx.x == 0) units[blockIdx.x] = unit;
   if (unit != unit) return;
   __syncthreads();  // the copy is there for all
@@ -369,45 +370,48 @@ size_t bisect_bytes(int rows) {
   return shared_size(2 * padded(rows) * sizeof(double)) + 2 * shared_size(kBisectWarps * sizeof(double));
 }
 
-Tensor symmetric_eigenvalues(const Tensor& numbers, const std::vector<int64_t>& groups, const std::vector<int64_t>& rows) {
+Tensor symmetric_eigenvalues(const std::vector<Tensor>& sets, const std::vector<int64_t>& ranks,
+                             const std::vector<double>& errors) {
   constexpr const char* name = "symmetric_eigenvalues";
-  const SymmetricEigenvalueSizes s = check_symmetric_eigenvalues(numbers, groups, rows);
-  const Device device(numbers);
-  int64_t copied = 0;
-  for (size_t i = 0; i < rows.size(); ++i) copied += groups[i] * rows[i] * (rows[i] + rows[i] % 2);
-  const Tensor out = device_empty(numbers, {s.values}), diagonal = device_empty(numbers, {s.values}),
-               off_diagonal = device_empty(numbers, {s.values}), units = device_empty(numbers, {s.matrices}),
-               copies = device_empty(numbers, {copied});
+  check_symmetric_eigenvalues(sets, ranks, errors);
+  const Device device(sets[0]);
   std::vector<Set> large, small;
   Set next{};
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (groups[i] == 0 || rows[i] == 0) continue;
-    next.rows = static_cast<int>(rows[i]);
-    std::vector<Set>& chosen = next.rows <= kSmallRows ? small : large;
-    next.first = groups[i];  // until it is known which come before
-    chosen.push_back(next);
-    next.numbers += groups[i] * next.rows * next.rows;
-    next.copies += groups[i] * next.rows * next.stride(), next.values += groups[i] * next.rows;
+  int64_t all = 0;
+  for (const Tensor& blocks : sets) {
+    const int64_t groups = blocks.size(0);
+    next.rows = static_cast<int>(blocks.size(1));
+    if (groups == 0 || next.rows == 0) continue;
+    next.first = groups;  // until it is known which come before
+    next.numbers = blocks.const_data_ptr<double>();
+    (next.rows <= kSmallRows ? small : large).push_back(next);
+    next.copies += groups * next.rows * next.stride(), next.values += groups * next.rows, all += groups;
   }
+  // The largest take longest.
+  const auto longer = [](const Set& one, const Set& other) { return one.rows > other.rows; };
+  std::stable_sort(large.begin(), large.end(), longer), std::stable_sort(small.begin(), small.end(), longer);
+  const Tensor out = device_empty(sets[0], {next.values}), diagonal = device_empty(sets[0], {next.values}),
+               off_diagonal = device_empty(sets[0], {next.values}), units = device_empty(sets[0], {all}),
+               copies = device_empty(sets[0], {next.copies});
   const auto run = [&](const std::vector<Set>& chosen, auto kernel, int threads) {
     for (size_t begin = 0; begin < chosen.size(); begin += kSets) {
-      Sets sets;
+      Sets launched;
       int64_t matrices = 0;
       int most = 0;
       for (size_t i = 0; i < kSets; ++i) {
-        Set& set = sets.set[i];
-        set = {std::numeric_limits<int64_t>::max(), 0, 0, 0, 0};
+        Set& set = launched.set[i];
+        set = {std::numeric_limits<int64_t>::max(), 0, 0, nullptr, 0};
         if (begin + i >= chosen.size()) continue;
         set = chosen[begin + i];
         const int64_t own = set.first;
         set.first = matrices, matrices += own, most = std::max(most, set.rows);
       }
-      launch(device, name, kernel, matrices, threads, tridiagonalise_bytes(threads, most + most % 2), sets,
-             numbers.const_data_ptr<double>(), copies.mutable_data_ptr<double>(), diagonal.mutable_data_ptr<double>(),
-             off_diagonal.mutable_data_ptr<double>(), units.mutable_data_ptr<double>());
-      launch(device, name, bisect_kernel, matrices * ceil_div(most, kBisectThreads), kBisectThreads, bisect_bytes(most), sets,
-             matrices, diagonal.const_data_ptr<double>(), off_diagonal.const_data_ptr<double>(), units.const_data_ptr<double>(),
-             out.mutable_data_ptr<double>());
+      launch(device, name, kernel, matrices, threads, tridiagonalise_bytes(threads, most + most % 2), launched,
+             copies.mutable_data_ptr<double>(), diagonal.mutable_data_ptr<double>(), off_diagonal.mutable_data_ptr<double>(),
+             units.mutable_data_ptr<double>());
+      launch(device, name, bisect_kernel, matrices * ceil_div(most, kBisectThreads), kBisectThreads, bisect_bytes(most),
+             launched, matrices, diagonal.const_data_ptr<double>(), off_diagonal.const_data_ptr<double>(),
+             units.const_data_ptr<double>(), out.mutable_data_ptr<double>());
     }
   };
   run(large, tridiagonalise_kernel<kThreads, kMostEigenvalueRows>, kThreads);

@@ -609,10 +609,10 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         prior_prec_init: δ at the start. With N data points the prior weighs δ/N against one data point's loss.
         sigma_noise_init: σ at the start, regression only. fix_sigma_noise: whether to keep it there.
         cuda_graph: whether to record a step as a CUDA graph, once for each shape of batch (at most eight), and replay it, so that the GPU
-            does not wait for Python between small kernels. For models on CUDA whose work depends on shapes alone and
-            that keep no tensor from one call to the next; optimizers with the option ``capturable``, such as Adam; schedules of the
-            learning rate alone. Takes one more copy of the weights and of the optimizer's state: where a loss is not finite or a label
-            no class, the epoch is done again without graphs, so that the error can name the layer and the step.
+            does not wait for Python between small kernels; also Adam's step on the hyperparameters, once an evidence step. For models on
+            CUDA whose work depends on shapes alone and that keep no tensor from one call to the next; optimizers with the option
+            ``capturable``, such as Adam; schedules of the learning rate alone. Takes one more copy of weights and optimizer state: where a
+            loss is not finite or a label no class, the epoch is done again without graphs, so that the error can name layer and step.
         learn: what the evidence learns beside the precisions. Words are of sparsified layers: "lengthscales" (log
             :math:`\omega` of every :class:`ella_cuda.nn.SpatialBasis`) and "anchors" (their locations, in pixels), and "augmentation", see
             ``augment``. At the end of every

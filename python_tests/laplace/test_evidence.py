@@ -184,7 +184,7 @@ def test_scalar_and_vector_precisions_agree_and_float32_is_accepted(fitted):
     actual.backward()
     assert single.grad.dtype == torch.float32 and single.grad.isfinite().all()
     torch.testing.assert_close(fitted.log_marginal_likelihood(torch.tensor([0.3], dtype=torch.float64)), expected)
-    assert (fitted.prior_precision == 1).all()  # arguments do not change the object
+    assert (fitted.prior_precision == 1).all()
 
 
 def test_effective_parameters_are_the_eigenvalue_sum(fitted):

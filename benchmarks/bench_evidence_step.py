@@ -1,9 +1,10 @@
 """One step's evidence and its gradient in the log precisions: of a whole network, and of one tensor by ``kron_logdet``.
 
-The network is the paper's F-FC+CONV, alpha 10, its 52 tensors' eigenvalues from a fit. Ours is what ``marglik_training`` runs, and the
-public function of the precisions, which checks them. Beside it: the products of every tensor's eigenvalues written out, differentiated
-by autograd; products stored once per fit, which leaves their logarithms to a step; and the gradient in closed form, compiled, so that one
-pass gives both. The compiled value differentiated by autograd is not among them: with torch 2.13 on the CPU its gradient is wrong.
+The network is the paper's F-FC+CONV, alpha 10, its 52 tensors' eigenvalues from a fit. Ours is the function of the logarithms, by the op of
+``marglik_training``, and the public function of the precisions, which checks them. Beside it: the products of every tensor's eigenvalues
+written out, differentiated by autograd; products stored once per fit, which leaves their logarithms to a step; and the gradient in closed
+form, compiled, so that one pass gives both. The compiled value differentiated by autograd is not among them: with torch 2.13 on the CPU its
+gradient is wrong.
 """
 
 from __future__ import annotations

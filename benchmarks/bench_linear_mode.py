@@ -25,7 +25,7 @@ from benchmarks.counting import count
 from ella_cuda.data import load, make_task
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.linear_mode import LinearMode
-from ella_cuda.laplace.tuning import fixed_points, groups_of
+from ella_cuda.laplace.tuning import Groups, fixed_points
 from ella_cuda.models import neyshabur
 
 IMAGES, BATCH, WIDTH, TRAINING = 1000, 250, 4, 150
@@ -147,7 +147,7 @@ def test_linear_mode(time, benchmark, device, of, who):
 @pytest.mark.parametrize("who", ["MacKay, to rest", "Adam, 20 steps", "Adam, 100 steps"])
 def test_updates_of_the_precisions(time, device, who):
     la, _ = fitted(device)
-    group = groups_of(la, "layerwise")
+    groups = Groups(range(len(la.parameter_names)), la.prior_precision.device)
     words = {"method": "marglik", "n_steps": int(who.split()[1])} if who.startswith("Adam") else {}
 
     def run() -> None:
@@ -155,7 +155,7 @@ def test_updates_of_the_precisions(time, device, who):
         if words:
             la.optimize_prior_precision(**words)
         else:
-            fixed_points(la, 200, group, False)
+            fixed_points(la, 200, groups, False)
 
     run()
     reached = la.log_marginal_likelihood().item() / la.n_data

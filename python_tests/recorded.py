@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tens
 class RecordedGraphs:
     """Has the methods of :class:`ella_cuda.recording.CudaGraphs`, and counts."""
 
-    made: list[RecordedGraphs]
+    made: ClassVar[list[RecordedGraphs]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.warmed = self.recorded = self.replayed = 0

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,14 +37,13 @@ from ella_cuda.laplace.evidence import (
     MODES,
     DataFitGradient,
     data_weight,
-    effective_by_path,
-    effective_by_tensor,
     elements,
     evidence_at,
     layer_type,
     log_likelihood,
     log_scale,
     precisions_of,
+    present_terms,
     resolved,
     sigma_of,
     square_distances,
@@ -56,20 +56,22 @@ from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, solve
 from ella_cuda.laplace.parameters import Value, as_float64, buffer_sums, check_choice, fingerprint_of, positive_number
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import PREDICTIONS, Predictive, predictions_at
+from ella_cuda.laplace.prior_structure import group_indices
 from ella_cuda.laplace.rules.base import Rule
 from ella_cuda.laplace.rules.network import UNKNOWN
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.test_time import at_test_time
 from ella_cuda.laplace.tuning import (
+    Groups,
     Loss,
     check_arguments,
     fixed_points,
     grid_search,
-    groups_of,
     raise_evidence,
     warn_of_motion,
 )
 from ella_cuda.modes import exclusively, running_the_model
+from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import without_autocast
 
@@ -306,7 +308,8 @@ class BaseLaplace(Predictive):
                 raise ValueError(
                     "fit(override=False): other buffers require a gradient than in the fit it would add to; use override=True."
                 )
-        self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
+        given = self.prior_precision, self.sigma_noise
+        self._prior_precision, self._sigma_noise = (v.to(self._device) for v in given)  # the model may have moved
         fingerprint = fingerprint.to(self._device)
         sums = FitSums(data_fit, fingerprint, buffers, norms, anew, self.n_data, self.n_targets, self.statistic)
         self.n_data, fitted.fingerprint = 0, None  # until the pass is complete
@@ -385,7 +388,7 @@ class BaseLaplace(Predictive):
             raise ValueError(
                 f"prior_mean: expected a number or one value for each of the {self.n_params} parameters, got shape {tuple(mean.shape)}."
             )
-        if not mean.isfinite().all():
+        if not (mean.isfinite().all() if isinstance(value, Tensor) else math.isfinite(value)):
             raise ValueError("prior_mean: expected finite values, got inf or nan.")
         return mean.reshape(()) if mean.numel() == 1 else mean
 
@@ -464,7 +467,7 @@ class BaseLaplace(Predictive):
 
         Source: MacKay, "Bayesian interpolation", 1992; van der Ouderaa et al., NeurIPS 2023, section 5.
         """
-        return dict(zip(self.parameter_names, effective_by_tensor(self).tolist(), strict=True))
+        return dict(zip(self.parameter_names, present_terms(self).effective.tolist(), strict=True))
 
     def layer_types(self) -> dict[str, str]:
         """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> the path with the largest share, its type.
@@ -472,8 +475,13 @@ class BaseLaplace(Predictive):
         The first of equals; "none" where all paths together have fewer than one effective parameter: of such a layer the data determine
         nothing that its type could name, however the rest is shared.
         """
-        gammas = effective_by_path(self.model, self.effective_parameters())
-        return {layer: layer_type(sums) or "none" for layer, sums in gammas.items()}
+        types, gammas = {}, self.effective_parameters().items()
+        for layer, module in self.model.named_modules():
+            if isinstance(module, RelaxedEquivariance):
+                starts = {path: f"{layer}.{path}.".removeprefix(".") for path in module.path_names}
+                sums = {path: math.fsum(g for n, g in gammas if n.startswith(start)) for path, start in starts.items()}
+                types[layer] = layer_type(sums) or "none"
+        return types
 
     @property
     def posterior_precision(self) -> Posterior:
@@ -663,7 +671,7 @@ class BaseLaplace(Predictive):
         loader = self._training_loader(method, train_loader) if at == "linear" else None
         before = self.prior_precision, self.sigma_noise, self.linear_fit
         sigma = tune_sigma and self.likelihood_function.has_noise
-        group = groups_of(self, prior_structure)
+        groups = Groups(group_indices(prior_structure, self.parameter_names, self.model), self._device)
         try:
             if method == "gridsearch":
                 how = {"pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples}
@@ -671,7 +679,7 @@ class BaseLaplace(Predictive):
                 self.prior_precision = grid_search(self, grid, predict, val_loader, loss, progress_bar)
                 return self.prior_precision
             if init_prior_prec is not None:
-                self.prior_precision = precisions_of(self, init_prior_prec, "init_prior_prec")
+                self._prior_precision = precisions_of(self, init_prior_prec, "init_prior_prec").clone()
             if at == "linear":
 
                 def find(inner: float) -> None:
@@ -680,7 +688,7 @@ class BaseLaplace(Predictive):
                 # With the Hessian at moving outputs the evidence need not rise, which is what an accelerated round is judged by.
                 accelerated = hessian_at == "network"
                 alternated = running_the_model(alternate)
-                if not alternated(self, find, n_steps, group, sigma, tol, accelerated, progress_bar):
+                if not alternated(self, find, n_steps, groups, sigma, tol, accelerated, progress_bar):
                     warn_of_motion(n_steps)
                 if self.linear_fit.why:
                     warnings.warn(
@@ -689,11 +697,11 @@ class BaseLaplace(Predictive):
                         stacklevel=2,
                     )
             elif method == "marglik":
-                raise_evidence(self, n_steps, lr, group, sigma, progress_bar)
-            elif not fixed_points(self, n_steps, group, sigma, progress_bar)[2]:
+                raise_evidence(self, n_steps, lr, groups, sigma, progress_bar)
+            elif not fixed_points(self, n_steps, groups, sigma, progress_bar)[2]:
                 warn_of_motion(n_steps, ", or method='marglik'")
         except BaseException:
-            self.prior_precision, self.sigma_noise, self.linear_fit = before
+            self._prior_precision, self._sigma_noise, self.linear_fit = before
             raise
         return self.prior_precision
 

@@ -6,15 +6,16 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ella_cuda import ops
 from ella_cuda.laplace.likelihoods import Likelihood
-from ella_cuda.laplace.parameters import Value, as_float64, check_choice, check_positive
-from ella_cuda.nn import RelaxedEquivariance, SpatialBasis
+from ella_cuda.laplace.parameters import Value, as_float64, check_choice, check_positive, positive_number
+from ella_cuda.nn import SpatialBasis
 
 
 def hyperparameters(model: nn.Module) -> dict[str, Tensor]:
@@ -107,23 +108,12 @@ MODES = ("network", "linear")
 MIN_EFFECTIVE_PARAMETERS = 1.0
 
 
-class Mean(NamedTuple):
-    """The evidence's terms in the parameters that stand for the posterior's mean.
-
-    Attributes:
-        statistic: what the log likelihood is a function of, 0-dim float64.
-        square_norms: of each parameter tensor, the squared distance from the prior's mean, float64.
-    """
-
-    statistic: Tensor
-    square_norms: Tensor
-
-
 class Evidence:
     """An approximation: the attributes, documented at :class:`ella_cuda.laplace.KronLaplace`, from which the evidence follows.
 
     Attributes:
-        statistic, square_norms: see :class:`Mean`, at the network's parameters.
+        statistic: what the log likelihood is a function of, 0-dim float64.
+        square_norms: of each parameter tensor, the squared distance from the prior's mean, float64.
         n_targets: entries of all data's targets.
         counts: elements of each parameter tensor that have a posterior.
         free_elements: one where an element has a posterior and zero elsewhere, ``(P,)`` float64; None where all have one.
@@ -157,34 +147,25 @@ class Evidence:
         """``sum_l log|c H_l / delta_l + I| + delta_l square_norms_l``, c the exponential of log_scale, of a fit."""
 
     @abstractmethod
-    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor:
-        """How many elements of each parameter tensor the data determine, float64."""
+    def _terms(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> ops.KronEvidence:
+        """:meth:`_penalty`, its slopes in the log precisions, and how many elements of each parameter tensor the data determine; float64,
+        constants in the model's buffers."""
 
 
 def evidence_at(la: Evidence, log_precision: Tensor, log_sigma: Tensor | None = None, at: str = "network") -> Tensor:
-    """``la.log_marginal_likelihood`` as a function of the logarithms, where an optimizer of both works: nothing is checked, and the
-    derivatives in log_precision, ``(gamma_l - delta_l ||theta_l||^2) / 2``, come with the value.
-
-    Args:
-        la: fitted.
-        log_precision: one value per parameter tensor, float64, on the model's device.
-        log_sigma: 0-dim float64; None is that of ``la.sigma_noise``.
-        at: see there.
-    """
+    """``la.log_marginal_likelihood`` as a function of the logarithms of one precision per parameter tensor and of sigma, None for that of
+    ``la.sigma_noise``, float64. Nothing is checked; the derivatives in log_precision, ``(gamma_l - delta_l ||theta_l||^2) / 2``, come with
+    the value."""
     sigma = la.sigma_noise if log_sigma is None else log_sigma.exp()
     penalty = la._penalty(log_precision, log_scale(la, log_sigma), mean_at(la, at).square_norms)
     return torch.add(log_likelihood(la, sigma, at), penalty, alpha=-0.5)
 
 
-def mean_at(la: Evidence, at: str) -> Mean:
-    """At the network's parameters, "network", or at the mode of the linearised network, "linear".
-
-    Raises:
-        RuntimeError: not fitted, or the linear mode was not found.
-    """
+def mean_at(la: Evidence, at: str) -> Any:
+    """What has the ``statistic`` and ``square_norms`` of the network's parameters, "network", or of the linearised network's mode, "linear";
+    RuntimeError before a fit, or where the mode was not found."""
     la.fitted_model.require_fit()
-    where = la if check_choice("at", at, MODES) == "network" else linear_fit_of(la, "at")
-    return Mean(where.statistic, where.square_norms)
+    return la if check_choice("at", at, MODES) == "network" else linear_fit_of(la, "at")
 
 
 def linear_fit_of(la: Evidence, argument: str) -> Any:
@@ -222,7 +203,7 @@ def log_scale(la: Evidence, log_sigma: Tensor | None = None) -> Tensor:
         scale = scale - math.log(la.temperature)
     if log_sigma is None and not la.likelihood_function.has_noise:
         return scale
-    return scale - 2 * (la.sigma_noise.log() if log_sigma is None else log_sigma)
+    return torch.sub(scale, la.sigma_noise.log() if log_sigma is None else log_sigma, alpha=2)
 
 
 def data_weight(la: Evidence) -> Tensor:
@@ -231,11 +212,11 @@ def data_weight(la: Evidence) -> Tensor:
 
 
 @torch.no_grad()
-def effective_by_tensor(la: Evidence) -> Tensor:
-    """``la.effective_parameters()`` in ``parameter_names`` order, float64."""
+def present_terms(la: Evidence) -> ops.KronEvidence:
+    """:meth:`Evidence._terms` at la's values; ``effective`` is ``la.effective_parameters()`` in ``parameter_names`` order."""
     la.fitted_model.require_fit()
     la.fitted_model.bases.check()
-    return la._effective(la.prior_precision.log(), log_scale(la))
+    return la._terms(la.prior_precision.log(), log_scale(la), la.square_norms)
 
 
 def elements(la: Evidence) -> Tensor:
@@ -260,37 +241,38 @@ def square_distances(la: Evidence, parameters: Iterable[Tensor], mean: Tensor | 
 
 
 def precisions_of(la: Evidence, value: Value, name: str = "prior_precision") -> Tensor:
-    """One precision per parameter tensor, float64, of an argument that is a number or such a vector.
-
-    Raises:
-        ValueError: it has another shape, or an entry is not positive and finite.
-    """
+    """One precision per parameter tensor, float64, of an argument that is a number or such a vector; ValueError where it has another shape,
+    or an entry is not positive and finite."""
     count = len(la.parameter_names)
-    value = as_float64(name, value, la.fitted_model.device)
-    if value.numel() != 1 and tuple(value.shape) != (count,):
+    found = as_float64(name, value, la.fitted_model.device)
+    if found.numel() != 1 and tuple(found.shape) != (count,):
         raise ValueError(
             f"{name}: expected a number or a vector of {count} values, one per trainable parameter tensor "
-            f"({', '.join(la.parameter_names[:3])}, ...), got shape {tuple(value.shape)}."
+            f"({', '.join(la.parameter_names[:3])}, ...), got shape {tuple(found.shape)}."
         )
-    check_positive(name, value)
-    return value.reshape(()).expand(count) if value.numel() == 1 else value
+    check_positive(name, found.flatten().tolist() if isinstance(value, Tensor) else [float(value)])
+    return found.reshape(()).expand(count) if found.numel() == 1 else found
+
+
+def set_values(la: Evidence, precision: Tensor, sigma: Tensor, checked: bool = False) -> None:
+    """Give la one precision per parameter tensor and sigma, 0-dim, float64. Unless they are known to be positive and finite, or checked by
+    whoever reads them, ValueError where one is not: the device is waited for once."""
+    if not checked:
+        *precisions, noise = torch.cat([precision, sigma[None]]).tolist()
+        check_positive("prior_precision", precisions)
+        check_positive("sigma_noise", [noise])
+    la._prior_precision, la._sigma_noise = precision, sigma
 
 
 def sigma_of(la: Evidence, value: Value) -> Tensor:
-    """The argument ``sigma_noise`` as a 0-dim float64 tensor.
-
-    Raises:
-        ValueError: it is not one positive finite number, or not 1 though the likelihood has no noise.
-    """
-    value = as_float64("sigma_noise", value, la.fitted_model.device)
-    if value.numel() != 1:
-        raise ValueError(f"sigma_noise: expected one number, got shape {tuple(value.shape)}.")
-    check_positive("sigma_noise", value)
-    if not la.likelihood_function.has_noise and value.item() != 1:
+    """The argument ``sigma_noise`` as a 0-dim float64 tensor; ValueError where it is not one positive finite number, or not 1 though the
+    likelihood has no noise."""
+    sigma = positive_number("sigma_noise", value)
+    if not la.likelihood_function.has_noise and sigma != 1:
         raise ValueError(
-            f"sigma_noise belongs to likelihood='regression'; it must be 1 for {la.likelihood}, got {value.item()}."
+            f"sigma_noise belongs to likelihood='regression'; it must be 1 for {la.likelihood}, got {sigma}."
         )
-    return value.reshape(())
+    return as_float64("sigma_noise", value, la.fitted_model.device).reshape(())
 
 
 def resolved(la: Evidence, prior_precision: Value | None, sigma_noise: Value | None) -> tuple[Tensor, Tensor]:
@@ -299,14 +281,8 @@ def resolved(la: Evidence, prior_precision: Value | None, sigma_noise: Value | N
     return precision, la.sigma_noise if sigma_noise is None else sigma_of(la, sigma_noise)
 
 
-# types of layers ------------------------------------------------------------------------------------------------------
-
-
 def layer_type(effective_parameters: Mapping[str, float]) -> str | None:
-    r"""The path with the most effective parameters, the first of equals; None where all paths together have fewer than one.
-
-    Args:
-        effective_parameters: :math:`\gamma` by path.
+    r"""The path with the most effective parameters :math:`\gamma`, the first of equals; None where all paths together have fewer than one.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 5.2 (the type); MacKay, "Bayesian interpolation", 1992 (:math:`\gamma` as the
     number of parameters that the data determine).
@@ -314,20 +290,3 @@ def layer_type(effective_parameters: Mapping[str, float]) -> str | None:
     if not math.fsum(effective_parameters.values()) >= MIN_EFFECTIVE_PARAMETERS:
         return None
     return max(effective_parameters, key=lambda path: effective_parameters[path])
-
-
-def effective_by_path(model: nn.Module, effective_parameters: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` of the model -> path -> its effective parameters, the sum over those by
-    parameter name."""
-    return {
-        layer: {
-            path: math.fsum(
-                gamma
-                for name, gamma in effective_parameters.items()
-                if name.startswith(f"{layer}.{path}.".removeprefix("."))
-            )
-            for path in module.path_names
-        }
-        for layer, module in model.named_modules()
-        if isinstance(module, RelaxedEquivariance)
-    }

@@ -420,16 +420,19 @@ class UnfactoredLaplace(BaseLaplace):
 
     def _elementwise(self, precision: Tensor) -> Tensor:
         """A precision for each element that has a posterior."""
-        return precision.repeat_interleave(torch.tensor(self.counts, device=precision.device))
+        counts = torch.tensor(self.counts, device=precision.device)
+        return precision.repeat_interleave(counts, output_size=sum(self.counts))
 
     def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
         precision = log_precision.exp()
         ratio = self._curvature.log_det_ratio(self._elementwise(precision), log_scale.exp())
         return ratio + (precision * square_norms).sum()
 
-    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor:
-        shares = self._curvature.shares(self._elementwise(log_precision.exp()), log_scale.exp())
-        return torch.stack([part.sum() for part in shares.split(self.counts)])
+    def _terms(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> ops.KronEvidence:
+        value, precision = self._penalty(log_precision, log_scale, square_norms), log_precision.exp()
+        shares = self._curvature.shares(self._elementwise(precision), log_scale.exp())
+        effective = torch.stack([part.sum() for part in shares.split(self.counts)])
+        return ops.KronEvidence(value, precision * square_norms - effective, effective)
 
     def _posterior(self, precision: Tensor, scale: Tensor) -> Posterior:
         return self._curvature.posterior(self._elementwise(precision), scale, self.fitted_model.dtype)

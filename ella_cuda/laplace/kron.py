@@ -395,10 +395,10 @@ class KronLaplace(BaseLaplace):
             log_dets = [f.logdet(d, scale) for f, d in zip(self._factors.values(), precision.unbind(), strict=True)]
             ratio = torch.stack(log_dets).sum() - (elements(self) * log_precision).sum()
             return ratio + (precision * square_norms).sum()
-        return ops.kron_evidence(self._spectra.packed(), square_norms, log_precision, log_scale).value
+        return self._terms(log_precision, log_scale, square_norms).value
 
-    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor:
-        return ops.kron_evidence(self._spectra.packed(), self.square_norms, log_precision, log_scale).effective
+    def _terms(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> ops.KronEvidence:
+        return ops.kron_evidence(self._spectra.packed(), square_norms, log_precision, log_scale)
 
     def _posterior(self, precision: Tensor, scale: Tensor) -> KronPosterior:
         return KronPosterior(eigenbases_of(self), precision, scale, self.fitted_model.dtype)

@@ -17,12 +17,12 @@ from tqdm import tqdm
 from ella_cuda.claim import claim
 from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
-from ella_cuda.laplace.evidence import Evidence, data_weight, effective_by_tensor, square_distances
+from ella_cuda.laplace.evidence import Evidence, data_weight, present_terms, square_distances
 from ella_cuda.laplace.factors import require_checksum, with_checksum
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import Value, check_choice, fingerprint_of, positive_number, rounding_of, uneven_sum
 from ella_cuda.laplace.tangent_model import TangentModel
-from ella_cuda.laplace.tuning import BOUNDS, NOTHING, fixed_points, mean_log_precisions, put, sums_by_group
+from ella_cuda.laplace.tuning import BOUNDS, NOTHING, Groups, fixed_points, logarithms, put
 from ella_cuda.nn._sizes import as_count
 
 SOLVERS = ("auto", "cg", "dual", "newton_cg")
@@ -455,7 +455,7 @@ def alternate(
     la: Evidence,
     find: Callable[[float], None],
     n_steps: int,
-    group: Tensor,
+    groups: Groups,
     tune_sigma: bool,
     tol: float,
     accelerated: bool,
@@ -472,18 +472,18 @@ def alternate(
     Args:
         la: fitted, at the precisions where the rounds start; at those of the last linear mode in the end.
         find: finds the linear mode at la's present values, to a tolerance.
-        n_steps: rounds, at most. group, tune_sigma: see :func:`ella_cuda.laplace.tuning.fixed_points`.
+        n_steps: rounds, at most. groups, tune_sigma: see :func:`ella_cuda.laplace.tuning.fixed_points`.
         tol: the largest change of a logarithm that is none. accelerated: whether to go on from several rounds.
 
     Source: Antoran et al., ICML 2022, section 4; Walker and Ni, "Anderson acceleration for fixed-point iterations", 2011.
     """
-    at = torch.cat([mean_log_precisions(la, group), -2 * la.sigma_noise.detach().log()[None]])
+    at = logarithms(la, groups)
     trail: list[tuple[Tensor, Tensor]] = []
     plain: Tensor | None = None  # where the last round alone leads, if the present place is another
     best, inner, kept, place = -math.inf, LOOSEST, la.linear_fit, at
     least = TIGHTEST[next(la.model.parameters()).dtype]
     for _ in tqdm(range(n_steps), desc="rounds", disable=not progress_bar, leave=False):
-        put(la, at, group, tune_sigma, "network")
+        put(la, at, groups, tune_sigma)
         find(inner)
         evidence = la.log_marginal_likelihood(at="linear").item()
         if plain is not None and evidence < best:
@@ -491,14 +491,14 @@ def alternate(
             la.linear_fit = kept
             continue
         best, kept, place = evidence, la.linear_fit, at
-        found = fixed_points(la, INNER, group, tune_sigma, at_mode="linear")
+        found = fixed_points(la, INNER, groups, tune_sigma, at_mode="linear")
         aim = torch.cat([found[0], -2 * found[1][None]])
-        gamma = sums_by_group(effective_by_tensor(la), group)
+        gamma = groups.sums(present_terms(la).effective)
         moving = torch.cat([gamma >= NOTHING, gamma.new_ones(1, dtype=torch.bool)])
         step = aim - at
         change = step[moving].abs().max().item()
         if change < tol and inner <= max(tol * INEXACT, least):
-            put(la, at, group, tune_sigma, "network")
+            put(la, at, groups, tune_sigma)
             return True
         trail = [*trail[-DEPTH:], (at, step)]
         plain, at = None, aim
@@ -506,10 +506,10 @@ def alternate(
             plain, at = aim, torch.where(moving, _extrapolated(trail, moving), aim)
             at[:-1].clamp_(*BOUNDS)  # where updates of the precisions are held; the noise's are free
         inner = min(max(change * INEXACT, tol * INEXACT, least), LOOSEST)
-    put(la, at, group, tune_sigma, "network")
+    put(la, at, groups, tune_sigma)
     find(inner)
     if accelerated and la.log_marginal_likelihood(at="linear").item() < best:
-        put(la, place, group, tune_sigma, "network")
+        put(la, place, groups, tune_sigma)
         la.linear_fit = kept
     return False
 

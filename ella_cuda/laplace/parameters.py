@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -34,22 +35,26 @@ def as_float64(name: str, value: Value, device: torch.device) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float64, device=device)
 
 
-def check_positive(name: str, value: Tensor) -> None:
+def check_positive(name: str, values: Sequence[float]) -> None:
     """ValueError where an entry is not positive and finite; the message has its index."""
-    bad = ~((value > 0) & value.isfinite()).flatten()
-    if bad.any():
-        first = int(bad.nonzero()[0])
-        where = f" at index {first}" if len(bad) > 1 else ""
-        raise ValueError(f"{name}: expected positive finite values, got {value.flatten()[first].item()}{where}.")
+    for index, value in enumerate(values):
+        if not 0 < value < math.inf:
+            where = f" at index {index}" if len(values) > 1 else ""
+            raise ValueError(f"{name}: expected positive finite values, got {value}{where}.")
 
 
-def positive_number(name: str, value: Value) -> float:
-    """The value as a float; ValueError where it is not one positive finite number, TypeError where it is none."""
+def number(name: str, value: Value) -> float:
+    """The value as a float; ValueError where it is not one number, TypeError where it is none."""
     found = as_float64(name, value, torch.device("cpu"))
     if found.numel() != 1:
         raise ValueError(f"{name}: expected one number, got shape {tuple(found.shape)}.")
-    check_positive(name, found)
-    return found.item()
+    return found.item() if isinstance(value, Tensor) else float(value)
+
+
+def positive_number(name: str, value: Value) -> float:
+    """The value as :func:`number`; ValueError where it is not positive and finite, too."""
+    check_positive(name, [found := number(name, value)])
+    return found
 
 
 def rounding_of(tensor: Tensor) -> float:

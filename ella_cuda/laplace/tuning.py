@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ella_cuda.laplace.batches import kept, pair_on, require_loader
-from ella_cuda.laplace.evidence import Evidence, effective_by_tensor, evidence_at, mean_at
+from ella_cuda.laplace.evidence import Evidence, log_likelihood, log_scale, mean_at, set_values
 from ella_cuda.laplace.likelihoods import LINKS
-from ella_cuda.laplace.parameters import as_float64, check_choice
-from ella_cuda.laplace.prior_structure import STRUCTURES, group_indices
+from ella_cuda.laplace.parameters import check_choice, number
+from ella_cuda.laplace.prior_structure import STRUCTURES
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision
 
@@ -31,59 +32,97 @@ ROUNDING = 1e-14  # of the evidence, relative
 Loss = Callable[[Any, Tensor], Tensor | float]  # (predictions, targets)
 
 
-def groups_of(la: Evidence, structure: str) -> Tensor:
-    """The number of each parameter tensor's group, whose tensors share a precision; see :func:`group_indices`."""
-    device = la.prior_precision.device
-    with torch.inference_mode(False):  # autograd saves it
-        return torch.tensor(group_indices(structure, la.parameter_names, la.model), device=device)
+class Groups:
+    """Parameter tensors that share a prior precision: ``count`` groups, by their numbers as :func:`.group_indices` gives them."""
+
+    def __init__(self, numbers: Sequence[int], device: torch.device) -> None:
+        self.count, self._number = max(numbers) + 1, torch.tensor(numbers, device=device)
+        self._members = self._number == torch.arange(self.count, device=device)[:, None]
+        self._alone = self.count == len(numbers)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value for each tensor from one for each group."""
+        return values if self._alone else values[self._number]
+
+    def sums(self, values: Tensor) -> Tensor:
+        """One value for each group from one for each tensor, in one order on every device."""
+        return values if self._alone else torch.where(self._members, values, values.new_zeros(())).sum(1)
 
 
-def sums_by_group(values: Tensor, group: Tensor) -> Tensor:
-    """Sums of the values of each group's tensors, in one order on every device."""
-    member = group == torch.arange(int(group.max()) + 1, device=group.device)[:, None]
-    return torch.where(member, values, values.new_zeros(())).sum(1)
+def logarithms(la: Evidence, groups: Groups) -> Tensor:
+    """Means of the log precisions of each group, and last that of the noise's precision, ``(G + 1,)``, float64."""
+    logs, noise = la.prior_precision.detach().log(), la.sigma_noise.detach().log()[None]
+    return torch.cat([groups.sums(logs) / groups.sums(torch.ones_like(logs)), -2 * noise])
 
 
-def mean_log_precisions(la: Evidence, group: Tensor) -> Tensor:
-    """One for each group."""
-    logs = la.prior_precision.detach().log()
-    return sums_by_group(logs, group) / sums_by_group(torch.ones_like(logs), group)
+def tempered_likelihood(la: Evidence, log_sigma: Tensor | None, at_mode: str = "network") -> Tensor:
+    """The log likelihood in the objective of a noise that is tuned, None if it is not: divided by the temperature with its normaliser, which
+    :meth:`~ella_cuda.laplace.KronLaplace.log_marginal_likelihood` leaves whole. A whole one would only rescale the noise by the temperature's
+    root."""
+    if log_sigma is None:
+        return log_likelihood(la, la.sigma_noise, at_mode)
+    statistic = mean_at(la, at_mode).statistic
+    return la.likelihood_function.log_likelihood(statistic, la.n_targets, log_sigma.exp()) / la.temperature
 
 
-def tempered_evidence(
-    la: Evidence, log_precision: Tensor, log_sigma: Tensor | None, at_mode: str = "network"
-) -> Tensor:
-    """The objective of a noise that is tuned, None if it is not: the evidence of the likelihood divided by the temperature, with its
-    normaliser, which :meth:`~ella_cuda.laplace.KronLaplace.log_marginal_likelihood` leaves whole. A whole one would only rescale the noise
-    by the temperature's root."""
-    evidence = evidence_at(la, log_precision, log_sigma, at_mode)
-    if log_sigma is None or la.temperature == 1:
-        return evidence
-    return evidence + (1 - 1 / la.temperature) * la.n_targets * (log_sigma + 0.5 * math.log(2 * math.pi))
-
-
-def raise_evidence(la: Evidence, n_steps: int, lr: float, group: Tensor, tune_sigma: bool, progress_bar: bool) -> None:
-    """Adam on the logarithms of the precisions, one for each group of tensors, and of sigma."""
-    with torch.inference_mode(False), torch.enable_grad():
-        log_precision = mean_log_precisions(la, group).requires_grad_()
-        log_sigma = la.sigma_noise.detach().log().requires_grad_() if tune_sigma else None
-        learnt = [log_precision] if log_sigma is None else [log_precision, log_sigma]
-        optimizer = torch.optim.Adam(learnt, lr=float(lr), maximize=True)
-        for _ in tqdm(range(n_steps), desc="evidence", disable=not progress_bar, leave=False):
-            evidence = tempered_evidence(la, log_precision[group], log_sigma)
-            for tensor, gradient in zip(learnt, torch.autograd.grad(evidence, learnt), strict=True):
-                tensor.grad = gradient
-            optimizer.step()
-    la.prior_precision = log_precision.detach().exp()[group]
+def gradients(la: Evidence, groups: Groups, log_precision: Tensor, log_sigma: Tensor | None = None) -> list[Tensor]:
+    """Those of the tempered evidence in the logarithms of the groups' precisions and, unless None, of sigma."""
+    terms = la._terms(groups.spread(log_precision), log_scale(la, log_sigma), la.square_norms)
+    found = [-0.5 * groups.sums(terms.slope)]
     if log_sigma is not None:
-        la.sigma_noise = log_sigma.detach().exp()
+        with torch.enable_grad():  # a user's likelihood may have any normaliser
+            leaf = log_sigma.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(tempered_likelihood(la, leaf), leaf)
+        found.append(slope + terms.effective.sum())
+    return found
+
+
+def climb(
+    la: Evidence,
+    optimizer: torch.optim.Adam,
+    groups: Groups,
+    n_steps: int,
+    weight: float,
+    graphs: Any,
+    progress_bar: bool,
+) -> None:
+    """Steps of a fused optimizer of the logarithms of the groups' precisions, and maybe of sigma, up the tempered evidence times ``weight``.
+    Each is the same function of static shapes on the same tensors, of which the host reads none: ``graphs``, a :class:`CudaGraphs`, records
+    the second and replays it."""
+    options = optimizer.param_groups[0]
+    options["capturable"] = graphs is not None
+
+    def step() -> None:
+        for tensor, gradient in zip(options["params"], gradients(la, groups, *options["params"]), strict=True):
+            tensor.grad = -weight * gradient
+        optimizer.step()
+
+    run = step
+    with torch.inference_mode(False), torch.no_grad():
+        for done in tqdm(range(n_steps), desc="evidence", disable=not progress_bar, leave=False):
+            if graphs is not None and done < 2:
+                run = graphs.record(step) if done else functools.partial(graphs.warm_up, step)
+            run()
+    optimizer.zero_grad()  # gradients may lie in a graph's memory
+
+
+def raise_evidence(
+    la: Evidence, n_steps: int, lr: float, groups: Groups, tune_sigma: bool, progress_bar: bool, graphs: Any = None
+) -> None:
+    """Adam on the logarithms of the precisions, one for each group of tensors, and of sigma; ValueError where these end at no finite one."""
+    with torch.inference_mode(False), torch.no_grad():
+        at = logarithms(la, groups)
+        learnt = [at[:-1].clone(), *([-0.5 * at[-1]] if tune_sigma else [])]
+        climb(la, torch.optim.Adam(learnt, lr=lr, fused=True), groups, n_steps, 1.0, graphs, progress_bar)
+        precision, *sigma = (logarithm.exp() for logarithm in learnt)
+        set_values(la, groups.spread(precision), *sigma or [la.sigma_noise])
 
 
 @torch.no_grad()
 def fixed_points(
     la: Evidence,
     n_steps: int,
-    group: Tensor,
+    groups: Groups,
     tune_sigma: bool,
     progress_bar: bool = False,
     limit: float | None = None,
@@ -101,16 +140,13 @@ def fixed_points(
     halved until it does not: each part of it is uphill.
 
     A group rests where its logarithm does; one of which the data determine less than :data:`NOTHING` elements also where these and the
-    evidence stand still, for its precision may be anything.
+    evidence stand still, for its precision may be anything. The host reads once an update, and once for each time that it is halved.
 
     Args:
         la: where the updates start, at the mean of a group's logarithms.
         n_steps: how many, at most.
-        group: of each parameter tensor, the number of its group.
-        tune_sigma: whether sigma is updated.
-        progress_bar: show one.
-        limit: how far the logarithms of the precisions, and of the noise's :math:`1 / \sigma^2`, may go from where they start; None is as far
-            as they like.
+        groups, tune_sigma: what is updated. progress_bar: show one.
+        limit: how far the logarithms of the precisions, and of the noise's :math:`1 / \sigma^2`, may go; None for no limit.
         at_mode: "network", or "linear": whose distances from the prior's mean and squared errors these are.
 
     Returns:
@@ -119,62 +155,61 @@ def fixed_points(
     Source: MacKay, "Bayesian interpolation", 1992, section 4.
     """
     mean = mean_at(la, at_mode)
-    norms, count = sums_by_group(mean.square_norms, group), int(group.max()) + 1
-    # Of the precisions and of the noise's, in a row.
-    at = torch.cat([mean_log_precisions(la, group), -2 * la.sigma_noise.detach().log()[None]])
+    square_error = -2 * mean.statistic
+    norms, at = groups.sums(mean.square_norms), logarithms(la, groups)  # of the precisions and of the noise's, in a row
     lowest, highest = (at - limit, at + limit) if limit is not None else (at - math.inf, at + math.inf)
-    evidence = put(la, at, group, tune_sigma, at_mode)
-    before: Tensor | None = None  # the determined elements before the last update
-    rested = False
+
+    def look(at: Tensor) -> tuple[Tensor, Tensor]:
+        """The tempered evidence there, and the elements of each group that the data determine."""
+        log_sigma = -at[-1] / 2 if tune_sigma else None
+        terms = la._terms(groups.spread(at[:-1]), log_scale(la, log_sigma), mean.square_norms)
+        value = torch.add(tempered_likelihood(la, log_sigma, at_mode), terms.value, alpha=-0.5)
+        return value, groups.sums(terms.effective)
+
+    evidence, gamma = look(at)
+    before = torch.full_like(gamma, math.inf)  # the determined elements before the last update
     for _ in tqdm(range(n_steps), desc="fixed points", disable=not progress_bar, leave=False):
-        gamma = sums_by_group(effective_by_tensor(la), group)
         aim = (gamma / norms).log()
         # Of tensors at their prior's mean that the data say nothing about, nothing is learned.
         aim = torch.where(aim.isnan(), at[:-1], aim)
         part = (at[:-1] + SHARE * (aim - at[:-1])).clamp(*BOUNDS)
-        aims = torch.cat([part, _noise_aim(la, -2 * mean.statistic, gamma.sum(), at[-1:], tune_sigma)])
-        step = torch.minimum(torch.maximum(aims, lowest), highest) - at
-        while (after := put(la, at + step, group, tune_sigma, at_mode)) < evidence - ROUNDING * abs(evidence):
+        noise = at[-1:]
+        if tune_sigma:
+            determined = gamma.sum() * la.temperature
+            slower = (square_error + determined * (-noise).exp()) / la.n_targets
+            faster = square_error / (la.n_targets - determined)
+            noise = -torch.where(2 * determined < la.n_targets, faster, slower).log()
+        step = torch.minimum(torch.maximum(torch.cat([part, noise]), lowest), highest) - at
+        while True:
+            after, found = look(at + step)
+            moves = step.abs() >= STILL
+            stands = (gamma < NOTHING) & ((gamma - before).abs() < STILL) & ((after - evidence).abs() < STILL)
+            moves[:-1] &= ~stands
+            fell = after < evidence - ROUNDING * evidence.abs()
+            fell, moving, sound = torch.stack([fell, moves.any(), (at + step).isfinite().all()]).tolist()
+            if not fell:
+                break
             step = step / 2
-            if step.abs().max() < STILL:
-                step = torch.zeros_like(step)
-        at = at + step
-        moves = step.abs() >= STILL
-        if before is not None and abs(after - evidence) < STILL:
-            moves[:count] &= ~((gamma < NOTHING) & ((gamma - before).abs() < STILL))
-        evidence, before = after, gamma
-        if not moves.any():
-            rested = True
+            step = step.masked_fill(step.abs().max() < STILL, 0)
+        at, evidence, before, gamma = at + step, after, gamma, found
+        if not moving:
             break
-    return at[:-1], -at[-1] / 2, rested
+    put(la, at, groups, tune_sigma, sound)
+    return at[:-1], -at[-1] / 2, not moving
 
 
-def _noise_aim(la: Evidence, square_error: Tensor, determined: Tensor, log_noise: Tensor, tune_sigma: bool) -> Tensor:
-    """The logarithm of the noise's precision after an update, ``(1,)``."""
-    if not tune_sigma:
-        return log_noise
-    determined = determined * la.temperature
-    if 2 * determined < la.n_targets:
-        return -(square_error / (la.n_targets - determined)).log()[None]
-    return -((square_error + determined * (-log_noise).exp()) / la.n_targets).log()
-
-
-def put(la: Evidence, at: Tensor, group: Tensor, tune_sigma: bool, at_mode: str) -> float:
-    """Give la these logarithms, of the groups' precisions and last the noise's; returns :func:`tempered_evidence` there."""
+def put(la: Evidence, at: Tensor, groups: Groups, tune_sigma: bool, sound: bool = False) -> None:
+    """Give la these logarithms, of the groups' precisions and last the noise's, which are read if not ``sound``, known to be finite."""
     precision = at[:-1].exp()
     held = precision.clamp(SMALLEST, LARGEST)  # at a bound without what the exponential of its logarithm is off
-    la.prior_precision = torch.where((precision - held).abs() < 1e-13 * held, held, precision)[group]
-    if tune_sigma:
-        la.sigma_noise = (-at[-1] / 2).exp()
-    return tempered_evidence(la, at[:-1][group], -at[-1] / 2 if tune_sigma else None, at_mode).item()
+    precision = torch.where((precision - held).abs() < 1e-13 * held, held, precision)
+    set_values(la, groups.spread(precision), (-at[-1] / 2).exp() if tune_sigma else la.sigma_noise, sound)
 
 
 def warn_of_motion(n_steps: int, instead: str = "") -> None:
     """Warn at the line that called optimize_prior_precision that fixed points do not rest; ``instead``: what else to do than to take more."""
-    warnings.warn(
-        f"optimize_prior_precision: the fixed points do not rest after n_steps={n_steps}; take more{instead}.",
-        stacklevel=3,
-    )
+    words = f"optimize_prior_precision: the fixed points do not rest after n_steps={n_steps}; take more{instead}."
+    warnings.warn(words, stacklevel=3)
 
 
 def grid_search(
@@ -187,21 +222,21 @@ def grid_search(
 ) -> Tensor:
     """The precision of the grid, one for all tensors, whose predictions have the smallest loss on the loader's data; ``predict`` gives those
     of all the grid's for a batch's inputs."""
-    sums, count = torch.zeros(len(grid), dtype=torch.float64, device="cpu"), 0
-    seen: list[list[tuple[Any, Tensor]]] = [[] for _ in grid]
+    seen: list[list[Any]] = [[] for _ in grid]  # log densities, or predictions and targets
+    count = 0
     for batch in tqdm(val_loader, desc="grid", disable=not progress_bar, leave=False):
         x, y = pair_on(batch, la.prior_precision.device, "optimize_prior_precision", la.fitted_model.keys)
         count += len(y)
-        for number, predictions in enumerate(predict(x)):
-            if loss is None:
-                sums[number] -= log_density(la, predictions, y).item()
-            else:
-                seen[number].append((predictions, kept(y)))
+        for place, predictions in enumerate(predict(x)):
+            seen[place].append(log_density(la, predictions, y) if loss is None else (predictions, kept(y)))
     if not count:
         raise ValueError(
             "optimize_prior_precision: val_loader gave no data; pass a re-iterable loader such as a DataLoader."
         )
-    values = sums / count if loss is None else sums.new_tensor([_of_all(loss, pairs) for pairs in seen])
+    if loss is None:
+        values = torch.stack([-sum(densities) for densities in seen]).cpu() / count
+    else:
+        values = grid.new_tensor([_of_all(loss, pairs) for pairs in seen])
     finite = values.isfinite()
     if not finite.any():
         raise ValueError(
@@ -219,17 +254,8 @@ def grid_search(
 
 @in_own_precision
 def log_density(la: Evidence, predictions: Any, targets: Tensor, n_samples: int = 100) -> Tensor:
-    """The log predictive density of all targets, noise included, 0-dim float64.
-
-    Args:
-        la: the approximation that predicts.
-        predictions: probabilities, or mean and variance of the outputs.
-        targets: as for a fit.
-        n_samples: with which a likelihood without a closed form integrates.
-
-    Raises:
-        TypeError, ValueError: the targets do not fit.
-    """
+    """The log predictive density of all targets, noise included, 0-dim float64, by probabilities, or by mean and variance of the outputs;
+    TypeError or ValueError where the targets do not fit. A likelihood without a closed form integrates over samples."""
     likelihood = la.likelihood_function
     likelihood.check(predictions if likelihood.has_classes else predictions[0], targets)
     return likelihood.log_predictive(predictions, targets, la.sigma_noise, n_samples).sum()
@@ -238,10 +264,8 @@ def log_density(la: Evidence, predictions: Any, targets: Tensor, n_samples: int 
 def _of_all(loss: Loss, pairs: list[tuple[Any, Tensor]]) -> float:
     """The loss of the predictions and targets of all batches."""
     predictions, targets = zip(*pairs, strict=True)
-    if isinstance(predictions[0], tuple):
-        found = loss(tuple(torch.cat(part) for part in zip(*predictions, strict=True)), torch.cat(targets))
-    else:
-        found = loss(torch.cat(predictions), torch.cat(targets))
+    parts = [torch.cat(part) for part in zip(*predictions, strict=True)] if isinstance(predictions[0], tuple) else []
+    found = loss(tuple(parts) or torch.cat(predictions), torch.cat(targets))
     try:
         return float(found)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -266,7 +290,7 @@ def check_arguments(
         require_loader(val_loader, "optimize_prior_precision: val_loader")
         if prior_structure != "scalar":
             raise ValueError("method='gridsearch' tries one precision for all tensors; pass prior_structure='scalar'.")
-    ends = [as_float64(f"log_prior_prec_{n}", v, torch.device("cpu")) for n, v in (("min", low), ("max", high))]
+    ends = [number(f"log_prior_prec_{n}", v) for n, v in (("min", low), ("max", high))]
     if not -FURTHEST <= ends[0] <= ends[1] <= FURTHEST:
         raise ValueError(
             "log_prior_prec_min and log_prior_prec_max must be powers of ten, the first no larger, from "

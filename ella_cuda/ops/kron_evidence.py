@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -94,13 +95,11 @@ def pack_spectra(pairs: Sequence[tuple[Tensor, Tensor]]) -> KronSpectra:
         sides += [inputs.reshape(-1), outputs.reshape(-1)]
         blocks.append(tuple(own))
         offset += inputs.numel() + outputs.numel()
-    rows = [[tensor, *tile] for tensor, own in enumerate(blocks) for block in own for tile in _tiles(*block)]
-    counts = torch.bincount(
-        torch.tensor([row[0] for row in rows], dtype=torch.int64, device="cpu"), minlength=len(blocks)
-    )
-    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    tiles = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
-    return KronSpectra(torch.cat(sides), tiles.to(like.device), starts.to(like.device), tuple(blocks))
+    tiles = [[(tensor, *tile) for block in own for tile in _tiles(*block)] for tensor, own in enumerate(blocks)]
+    starts = [0, *itertools.accumulate(map(len, tiles))]
+    numbers = [*starts, *(number for own in tiles for tile in own for number in tile)]
+    table = torch.tensor(numbers, dtype=torch.int64, device=like.device)  # one copy to the device
+    return KronSpectra(torch.cat(sides), table[len(starts) :].view(-1, 5), table[: len(starts)], tuple(blocks))
 
 
 def _refuse_derivatives(where: str, eigenvalues: Tensor) -> None:

@@ -16,7 +16,9 @@ from ella_cuda.distributed import Shard
 from ella_cuda.laplace import KronLaplace, Likelihood
 from ella_cuda.laplace.batches import dict_keys
 from ella_cuda.laplace.copies import augment_of
+from ella_cuda.laplace.evidence import present_terms, set_values
 from ella_cuda.laplace.likelihoods import likelihood_of
+from ella_cuda.laplace.parameters import check_positive
 from ella_cuda.modes import differentiating
 from ella_cuda.progress import bar_size
 from ella_cuda.recording import CudaGraphs
@@ -127,6 +129,7 @@ class MarglikTrainer:
                 "as they are. Pass a TensorLoader of the same data without augment."
             )
         self._prior = Prior(self.model, self._likelihood, la.parameter_names, prior)
+        self._prior.graphs = CudaGraphs if steps.cuda_graph else None
         self._optimizer = make_optimizer(steps.optimizer_cls, self._prior.parameters, steps.optimizer_kwargs)
         groups = self._prior.described(self._optimizer)  # before a scheduler changes their rates
         self._scheduler = make_scheduler(steps.scheduler_cls, self._optimizer, steps.scheduler_kwargs)
@@ -352,10 +355,10 @@ class MarglikTrainer:
         self._ranks.together(lambda: [learner.step(la, {}) for learner in outside])
         if self._ranks.group is not None:
             share_learners(outside, self._ranks)
-            la.prior_precision, la.sigma_noise = self._prior.precision().detach(), self._prior.sigma().detach()
-        with torch.no_grad():
-            evidence = self._ranks.from_first(float(la.log_marginal_likelihood()) / la.n_data)
-        self.margliks.append(-evidence * la.n_data)
+            set_values(la, self._prior.precision(), self._prior.sigma(), checked=True)
+        evaluation = self._ranks.together(lambda: self._evaluation(la))
+        evaluation.neg_log_marginal_likelihood = self._ranks.from_first(evaluation.neg_log_marginal_likelihood)
+        self.margliks.append(evaluation.neg_log_marginal_likelihood * la.n_data)
         self.la = la
         if self._steps.keep == "best" and self.margliks[-1] <= min(self.margliks):
             self._best = {
@@ -364,11 +367,10 @@ class MarglikTrainer:
                     name: value.clone() if isinstance(value, Tensor) else value
                     for name, value in self.model.state_dict().items()
                 },
-                "log_precision": self._prior.log_precision.detach().clone(),
-                "log_sigma": self._prior.log_sigma.detach().clone(),
+                "log_precision": self._prior.log_precision.clone(),
+                "log_sigma": self._prior.log_sigma.clone(),
                 "random_at_fit": self._random_at_fit,
             }
-        evaluation = self._ranks.together(lambda: self._evaluation(-evidence, la.effective_parameters()))
         if inside and not last:
             self._move_network(la, inside)
         if self._graphed is not None and (inside or bases_of(self.model)):
@@ -462,10 +464,11 @@ class MarglikTrainer:
             self._settings["data"] = dict(zip(("training", "evidence"), digests, strict=True))
 
     def _new_laplace(self, **values: Any) -> KronLaplace:
-        if not values:
-            values = {"prior_precision": self._prior.precision().detach(), "sigma_noise": self._prior.sigma().detach()}
         keys = {"dict_key_x": self._keys.x, "dict_key_y": self._keys.y}
-        return KronLaplace(self.model, self._likelihood, **values, **self._curvature.settings, **keys)
+        la = KronLaplace(self.model, self._likelihood, **values, **self._curvature.settings, **keys)
+        if not values:
+            set_values(la, self._prior.precision(), self._prior.sigma(), checked=True)
+        return la
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
@@ -521,22 +524,37 @@ class MarglikTrainer:
                         "from before this step."
                     )
 
-    def _evaluation(self, neg_log_q: float | None, effective: dict[str, float] | None) -> Evaluation:
+    @torch.no_grad()
+    def _evaluation(self, la: KronLaplace | None) -> Evaluation:
+        """What is recorded, of an evidence step with la's evidence, for one wait for the device; ValueError where a precision or the noise
+        scale is not positive and finite."""
+        bases, neg_log_q, effective = bases_of(self.model), None, None
+        parts = [self._prior.precision(), *(basis.inverse_lengthscale.double() for basis in bases.values())]
+        if la is not None:
+            terms = present_terms(la)
+            parts += [terms.effective, torch.add(la.log_likelihood, terms.value, alpha=-0.5)]
+        sigma, *numbers = torch.cat([part.reshape(-1) for part in (self._prior.sigma(), *parts)]).tolist()
+        precisions, numbers = numbers[: len(parts[0])], numbers[len(parts[0]) :]
+        check_positive("prior_precision", precisions)
+        check_positive("sigma_noise", [sigma])
+        if la is not None:
+            neg_log_q = -numbers.pop() / la.n_data
+            effective = dict(zip(la.parameter_names, numbers[len(bases) :], strict=True))
         records = {learner.name: learner.record() for learner in self.learners}
         return Evaluation(
             self.epochs,
             self.losses[-1] if self.losses else None,
             self._accuracy,
             neg_log_q,
-            self._prior.precision().tolist(),
+            precisions,
             effective,
-            float(self._prior.sigma().detach()),
-            {name: float(basis.inverse_lengthscale) for name, basis in bases_of(self.model).items()},
+            sigma,
+            dict(zip(bases, numbers, strict=False)),
             {name: record for name, record in records.items() if record is not None},
         )
 
     def _record(self, evaluation: Evaluation | None = None) -> Evaluation:
-        evaluation = self._ranks.together(lambda: self._evaluation(None, None)) if evaluation is None else evaluation
+        evaluation = self._ranks.together(lambda: self._evaluation(None)) if evaluation is None else evaluation
         self.history.append(dataclasses.asdict(evaluation))
         shown = self._on_evaluation
         self._ranks.together(lambda: None if shown is None else shown(evaluation))
@@ -592,10 +610,10 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         prior_prec_init: δ at the start. With N data points the prior weighs δ/N against one data point's loss.
         sigma_noise_init: σ at the start, regression only. fix_sigma_noise: whether to keep it there.
         cuda_graph: whether to record a step as a CUDA graph, once for each shape of batch (at most eight), and replay it, so that the GPU
-            does not wait for Python between small kernels. For models on CUDA whose work depends on shapes alone and
-            that keep no tensor from one call to the next; optimizers with the option ``capturable``, such as Adam; schedules of the
-            learning rate alone. Takes one more copy of the weights and of the optimizer's state: where a loss is not finite or a label
-            no class, the epoch is done again without graphs, so that the error can name the layer and the step.
+            does not wait for Python between small kernels; also Adam's step on the hyperparameters, once an evidence step. For models on
+            CUDA whose work depends on shapes alone and that keep no tensor from one call to the next; optimizers with the option
+            ``capturable``, such as Adam; schedules of the learning rate alone. Takes one more copy of weights and optimizer state: where a
+            loss is not finite or a label no class, the epoch is done again without graphs, so that the error can name layer and step.
         learn: what the evidence learns beside the precisions. Words are of sparsified layers: "lengthscales" (log
             :math:`\omega` of every :class:`ella_cuda.nn.SpatialBasis`) and "anchors" (their locations, in pixels), and "augmentation", see
             ``augment``. At the end of every

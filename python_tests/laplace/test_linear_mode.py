@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ella_cuda.claim import claim
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace, linear_mode
-from ella_cuda.laplace.evidence import effective_by_tensor, evidence_at
+from ella_cuda.laplace.evidence import evidence_at, present_terms
 from python_tests.laplace.checks import Reusing, randomised
 
 KINDS = [FullLaplace, DiagLaplace, KronLaplace]
@@ -482,7 +482,7 @@ def test_the_mode_is_held_where_precisions_move() -> None:
     logs = precision.log().requires_grad_()
     (slope,) = torch.autograd.grad(la.log_marginal_likelihood(logs.exp(), at="linear"), logs)
     la.prior_precision = precision
-    close(slope, 0.5 * (effective_by_tensor(la) - precision * norms))
+    close(slope, 0.5 * (present_terms(la).effective - precision * norms))
     assert la.linear_mode is not None
     la.prior_mean = 0.5
     assert la.linear_mode is None
@@ -519,7 +519,7 @@ def test_the_joint_fixed_point_is_stationary_at_the_mode(make: Any, kind: Any) -
     found = torch.autograd.grad(
         evidence_at(la, logs, sigma if make is of_regression else None, "linear"), (logs, sigma), materialize_grads=True
     )
-    moving = effective_by_tensor(la) > 1e-3
+    moving = present_terms(la).effective > 1e-3
     assert moving.sum() >= (2 if make is of_regression else 1) and found[0][moving].abs().max() < 1e-6
     assert found[1].abs() < 1e-6
     assert Dense(la, loader).gradient(la.linear_mode).norm() < 1e-6

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace
-from ella_cuda.laplace.tuning import NOTHING, fixed_points, log_density
+from ella_cuda.laplace.prior_structure import group_indices
+from ella_cuda.laplace.tuning import NOTHING, Groups, climb, fixed_points, log_density, logarithms, raise_evidence
+from ella_cuda.training import MarglikTrainer
+from python_tests.benchmark_files import load
 from python_tests.laplace.checks import Reusing, randomised
+from python_tests.recorded import RecordedGraphs
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -149,6 +153,48 @@ def test_every_groups_slope_is_zero(method: str, structure: str, tune_sigma: boo
     assert of_sigma.abs() < (1e-5 if method == "mackay" else 1e-4) if tune_sigma else la.sigma_noise == 0.5
 
 
+@pytest.mark.filterwarnings("ignore:optimize_prior_precision. the fixed points do not rest")
+def test_the_host_reads_once_an_update() -> None:
+    found = load("counted_ops").phases(normalised().model, "regression", data(50, 0))
+    mackay = found.pop("20 rounds of mackay")
+    assert 1 < mackay.reads.total() == mackay.ops["ella_cuda::kron_evidence"] - 1
+    reads = {phase: counted.reads.total() for phase, counted in found.items() if phase != "eigenvalues"}
+    assert reads.pop("first evidence with them") == reads.pop("evidence again") == 0
+    assert set(reads.values()) == {1}
+
+
+@pytest.mark.parametrize(("structure", "tune_sigma"), [("layerwise", False), ("layerwise", True), ("module", True)])
+def test_a_graph_replays_steps_up_the_evidence(structure: str, tune_sigma: bool) -> None:
+    """To the bits of eager ones: each is the same few ops, and reads nothing."""
+    la, found, counts = normalised(), [], []
+    groups = Groups(group_indices(structure, la.parameter_names, la.model), torch.device("cpu"))
+    la.prior_precision = torch.linspace(0.01, 30, 10)
+    start, _ = logarithms(la, groups), la.log_marginal_likelihood()  # which has the eigenvalues
+    graphs = RecordedGraphs(torch.device("cpu"))
+    for n_steps, recorder in ((10, None), (20, graphs), (20, None)):
+        learnt = [start[:-1].clone(), -0.5 * start[-1]][: 1 + tune_sigma]
+        with load("counted_ops").Counted(refuse=True) as counted:
+            climb(la, torch.optim.Adam(learnt, lr=0.1, fused=True), groups, n_steps, 0.02, recorder, False)
+        found.append(learnt)
+        counts.append(counted)
+    assert all(map(torch.equal, found[1], found[2])) and not torch.equal(found[0][0], found[1][0])
+    assert (graphs.warmed, graphs.recorded, graphs.replayed) == (1, 1, 19)
+    ten = counts[2] - counts[0]
+    assert ten.ops["ella_cuda::kron_evidence"] == 10
+    assert ten.ops.total() - ten.views.total() <= 10 * (7 + 4 * (structure != "layerwise") + 24 * tune_sigma)
+
+
+def test_steps_that_lead_to_no_number_are_refused_at_the_end() -> None:
+    la = classifier()
+    with pytest.raises(ValueError, match=r"prior_precision: expected positive finite values, got (inf|0\.0)"):
+        raise_evidence(la, 2, 1e4, Groups(range(4), torch.device("cpu")), False, False)
+    assert torch.equal(la.prior_precision, torch.ones(4, dtype=torch.float64))
+    trainer = MarglikTrainer(la.model, data(20, 0), "regression", lr_hyp=1e4, n_hypersteps=1, progress_bar=False)
+    with pytest.raises(ValueError, match=r"prior_precision: expected positive finite values, got (inf|0\.0)"):
+        trainer.evidence_step()
+    assert trainer.margliks == [] and trainer.history == []
+
+
 @pytest.mark.parametrize("kind", [KronLaplace, FullLaplace])
 def test_the_scale_of_what_a_norm_follows_does_not_matter_to_groups(kind: Any) -> None:
     """Precisions are in proportion to 1/k², evidence and predictions as they were; with one precision for all they are not."""
@@ -179,14 +225,14 @@ def test_the_scale_of_what_a_norm_follows_does_not_matter_to_groups(kind: Any) -
 def test_the_evidence_climbs_fast_from_anywhere(start: float, kind: Any) -> None:
     """The distance from the fixed points falls to a third in every update, also where the data determine next to nothing."""
     la = kind(randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), "regression").fit(data(50, 0))
-    la.sigma_noise, group = 300.0, torch.arange(4)
+    la.sigma_noise, groups = 300.0, Groups(range(4), torch.device("cpu"))
     la.prior_precision = 1e3
-    end, *_ = fixed_points(la, 1000, group, tune_sigma=False)
+    end, *_ = fixed_points(la, 1000, groups, tune_sigma=False)
     assert min(la.effective_parameters().values()) < 0.05  # where whole updates would swing
     la.prior_precision = start
     evidence, distance = la.log_marginal_likelihood().item(), (la.prior_precision.log() - end).abs()
     for _ in range(12):
-        at, _, _ = fixed_points(la, 1, group, tune_sigma=False)
+        at, _, _ = fixed_points(la, 1, groups, tune_sigma=False)
         after = la.log_marginal_likelihood().item()
         assert after >= evidence - 1e-12 * abs(evidence)
         assert ((at - end).abs() <= distance * 0.334 + 1e-6).all()
@@ -195,11 +241,11 @@ def test_the_evidence_climbs_fast_from_anywhere(start: float, kind: Any) -> None
 
 
 def test_updates_under_which_the_evidence_would_fall_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    la, group = regression(), torch.arange(4)
+    la, groups = regression(), Groups(range(4), torch.device("cpu"))
     monkeypatch.setattr("ella_cuda.laplace.tuning.SHARE", 40.0)  # far too long a way
     fallen, evidence = [], la.log_marginal_likelihood().item()
     for _ in range(30):
-        fixed_points(la, 1, group, tune_sigma=True)
+        fixed_points(la, 1, groups, tune_sigma=True)
         after = la.log_marginal_likelihood().item()
         fallen.append(after - evidence)
         evidence = after
@@ -208,11 +254,11 @@ def test_updates_under_which_the_evidence_would_fall_are_halved(monkeypatch: pyt
 
 @pytest.mark.parametrize("limit", [0.1, 1.0, 5.0])
 def test_no_logarithm_goes_further_than_the_limit(limit: float) -> None:
-    la, group = regression(), torch.arange(4)
+    la, groups = regression(), Groups(range(4), torch.device("cpu"))
     la.prior_precision, la.sigma_noise = 1e-3, 20.0
-    free, free_sigma, _ = fixed_points(copy.copy(la), 300, group, tune_sigma=True)
+    free, free_sigma, _ = fixed_points(copy.copy(la), 300, groups, tune_sigma=True)
     assert (free - math.log(1e-3)).abs().max() > 5 and 2 * (free_sigma - math.log(20)).abs() > 5
-    at, sigma, rested = fixed_points(la, 300, group, tune_sigma=True, limit=limit)
+    at, sigma, rested = fixed_points(la, 300, groups, tune_sigma=True, limit=limit)
     ways = torch.cat([at - math.log(1e-3), -2 * (sigma - math.log(20))[None]])
     assert rested and ways.abs().max() == pytest.approx(limit)
     assert ways[-1].abs() == pytest.approx(limit)
@@ -222,17 +268,17 @@ def test_no_logarithm_goes_further_than_the_limit(limit: float) -> None:
 
 def test_a_group_of_which_the_data_determine_nothing_rests() -> None:
     """Its logarithm still moves, but the evidence and what is determined do not."""
-    la, group = classifier(), torch.arange(4)
-    end, _, rested = fixed_points(la, 300, group, tune_sigma=False)
+    la, groups = classifier(), Groups(range(4), torch.device("cpu"))
+    end, _, rested = fixed_points(la, 300, groups, tune_sigma=False)
     assert rested
     la.prior_precision = torch.cat([torch.tensor([1e9], dtype=torch.float64), la.prior_precision[1:]])
     trace = la.effective_parameters()["0.weight"] * 1e9
     la.square_norms[0] = trace / 9e9**2  # which puts the fixed point there
-    at, _, rested = fixed_points(la, 5, group, tune_sigma=False)
+    at, _, rested = fixed_points(la, 5, groups, tune_sigma=False)
     assert rested and (at[0] - math.log(9e9)).abs() > 1e-4
     assert la.effective_parameters()["0.weight"] < NOTHING
     la.prior_precision = torch.cat([torch.tensor([1e9], dtype=torch.float64), end[1:].exp() * 2])
-    assert not fixed_points(la, 5, group, tune_sigma=False)[2]  # others still move
+    assert not fixed_points(la, 5, groups, tune_sigma=False)[2]  # others still move
 
 
 @pytest.mark.parametrize("link", ["probit", "probit_full", "bridge"])

@@ -24,7 +24,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Record
     """What was recorded, by run, on whatever device there is."""
     made: list[RecordedGraphs] = []
     if device.type == "cpu":
-        monkeypatch.setattr(RecordedGraphs, "made", made, raising=False)
+        monkeypatch.setattr(RecordedGraphs, "made", made)
         monkeypatch.setattr(trainer, "CudaGraphs", RecordedGraphs)
         return made
 
@@ -90,6 +90,7 @@ def test_same_numbers_as_step_by_step(device, graphs):
     recorded, plain = (run(device, c, on_evaluation=seen[c].append) for c in (True, False))
     same_numbers(recorded, plain)
     assert (graphs[0].warmed, graphs[0].recorded, graphs[0].replayed) == (2, 2, 6 * 3 - 2)
+    assert [(g.warmed, g.recorded, g.replayed) for g in graphs[1:]] == 3 * [(1, 1, 2)]  # of evidence steps
     assert [e.accuracy for e in seen[True]] == [e.accuracy for e in seen[False]]
     assert recorded[2][-1] < recorded[2][0]
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, Likelihood
-from ella_cuda.laplace.evidence import evidence_at
+from ella_cuda.laplace.evidence import set_values
 from ella_cuda.laplace.prior_structure import group_indices
-from ella_cuda.laplace.tuning import fixed_points
+from ella_cuda.laplace.tuning import Groups, climb, fixed_points
 from ella_cuda.training.checks import in_words
 from ella_cuda.training.learners.learner import Learner
 
@@ -36,6 +36,7 @@ class Prior(Learner):
     """
 
     name = "prior"
+    graphs: Callable[[torch.device], Any] | None = None  # what makes the CudaGraphs that record steps of Adam
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, served: Sequence[str], options: PriorOptions) -> None:
         self._options = options
@@ -44,26 +45,18 @@ class Prior(Learner):
         self._all_names = [*self.names, *(name for name in named if name not in set(served))]
         self.parameters = [named[name] for name in self._all_names]  # those without a precision come last
         device = self.parameters[0].device
-        self.group = torch.tensor(group_indices(options.prior_structure, self.names, model), device=device)
-        count = int(self.group.max()) + 1
-        self.log_precision = torch.full(
-            (count,), math.log(options.prior_prec_init), dtype=torch.float64, device=device
-        ).requires_grad_()
-        self.log_sigma = torch.tensor(
-            math.log(options.sigma_noise_init), dtype=torch.float64, device=device
-        ).requires_grad_()
+        self.groups = Groups(group_indices(options.prior_structure, self.names, model), device)
+        like: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        self.log_precision = torch.full((self.groups.count,), math.log(options.prior_prec_init), **like)
+        self.log_sigma = torch.tensor(math.log(options.sigma_noise_init), **like)
         self._learns_sigma = likelihood.has_noise and not options.fix_sigma_noise
         if options.hyper_optimizer == "adam":
             learned = [self.log_precision, *([self.log_sigma] if self._learns_sigma else [])]
             self.optimizer = torch.optim.Adam(learned, lr=options.lr_hyp, fused=True)
 
-    def log_precisions(self) -> Tensor:
-        """log δ, one per parameter tensor, differentiable in the log precisions."""
-        return self.log_precision[self.group] if len(self.log_precision) < len(self.group) else self.log_precision
-
     def precision(self) -> Tensor:
-        """δ, one per parameter tensor, differentiable in the log precisions."""
-        return self.log_precisions().exp()
+        """δ, one per parameter tensor."""
+        return self.groups.spread(self.log_precision.exp())
 
     def sigma(self) -> Tensor:
         """σ, 0-dim."""
@@ -101,31 +94,23 @@ class Prior(Learner):
             )
 
     def step(self, la: KronLaplace, gradients: Mapping[str, Tensor]) -> None:
-        """Steps with the curvature held; la has the last ones' values."""
+        """Steps with the curvature held; la has the last ones' values, which are finite where la's evidence step reads them."""
+        steps = self._options.n_hypersteps
         if self.optimizer is None:
             limit = self._options.hyper_step_limit
-            steps = self._options.n_hypersteps
-            log_precision, log_sigma, _ = fixed_points(la, steps, self.group, self._learns_sigma, limit=limit)
-            with torch.no_grad():
-                self.log_precision.copy_(log_precision)
-                if self._learns_sigma:
-                    self.log_sigma.copy_(log_sigma)
+            log_precision, log_sigma, _ = fixed_points(la, steps, self.groups, self._learns_sigma, limit=limit)
+            self.put(log_precision, log_sigma if self._learns_sigma else self.log_sigma)
         else:
-            upward = self.log_precision.new_tensor(-1 / la.n_data)
-            for _ in range(self._options.n_hypersteps):
-                self.optimizer.zero_grad()
-                evidence_at(la, self.log_precisions(), self.log_sigma if self._learns_sigma else None).backward(upward)
-                self.optimizer.step()
-        with torch.no_grad():
-            la.prior_precision = self.precision()
-            la.sigma_noise = self.sigma()
+            graphs = None if self.graphs is None else self.graphs(self.log_sigma.device)
+            climb(la, self.optimizer, self.groups, steps, 1 / la.n_data, graphs, progress_bar=False)
+        set_values(la, self.precision(), self.sigma(), checked=True)
 
     def settings(self) -> dict[str, Any]:
         unused = {"mackay": (), "adam": ("hyper_step_limit",)}[self._options.hyper_optimizer]
         return {key: value for key, value in dataclasses.asdict(self._options).items() if key not in unused}
 
     def state_dict(self) -> dict[str, Any]:
-        values = {"log_precision": self.log_precision.detach().clone(), "log_sigma": self.log_sigma.detach().clone()}
+        values = {"log_precision": self.log_precision.clone(), "log_sigma": self.log_sigma.clone()}
         return values | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,6 +119,5 @@ class Prior(Learner):
 
     def put(self, log_precision: Tensor, log_sigma: Tensor) -> None:
         """Set the values."""
-        with torch.no_grad():
-            self.log_precision.copy_(log_precision)
-            self.log_sigma.copy_(log_sigma)
+        self.log_precision.copy_(log_precision)
+        self.log_sigma.copy_(log_sigma)

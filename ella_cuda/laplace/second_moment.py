@@ -53,6 +53,7 @@ class SecondMoment:
         self.rows = 0
         self.name = name
         self.basis = basis
+        self.sums: Any = ops  # by whose functions rows are added
         self._products = 0  # that were taken
         self._are_alike: bool | None = None  # rows, but for a few directions
         self._eigenvalues: Tensor | None = None
@@ -117,13 +118,14 @@ class SecondMoment:
         """
         for some in self._in_its_dtype(x, x.numel() * self.total.numel() // x.shape[1]):
             for block, part in zip(self.total, some.chunk(self.total.shape[0], 1), strict=True):
-                ops.conv_kron_accumulate_(block, part, kernel_size, padding_mode, alpha, **geometry)
+                self.sums.conv_kron_accumulate_(block, part, kernel_size, padding_mode, alpha, **geometry)
 
     def _accumulate(self, total: Tensor, rows: Tensor, alpha: float) -> Tensor:
+        sums = self.sums if total is self.total else ops
         for some in self._in_its_dtype(
             rows, rows.numel() * rows.shape[2], rows.shape[1] == 1 and rows.shape[2] <= WHOLE
         ):
-            ops.kron_accumulate_(total, some, alpha)
+            sums.kron_accumulate_(total, some, alpha)
         return total
 
     def _in_its_dtype(self, rows: Tensor, products: int, narrow: bool = False) -> Iterator[Tensor]:

@@ -28,17 +28,24 @@ template <class T>
 struct Patches {
   static constexpr bool kRowsAdjacent = true;
 
-  // Of a patch's first element, and of the others from there: the distance in memory in the upper half; in the lower the place,
-  // two fields that say where in an image it is, rows above columns.
-  using Row = uint64_t;
-  using Column = uint64_t;
+  // An element's place has two fields of 16 bits, rows of the image above columns. Where a row's and a column's sum says that
+  // it is at or behind the first pixel of both, and the other sum not that it is behind the last, it lies in the image.
+  static constexpr uint32_t kInside = 0x80008000u;
+
+  struct Row {
+    const T* from;
+    uint32_t place, beyond;
+  };
+
+  struct Column {
+    uint32_t at, place;
+  };
 
   const T* data;
-  uint64_t image, channel, tap_h, tap_w, step_h, step_w;  // to the next, for patches by steps; of an axis of one they may wrap
-  uint64_t first;  // patch: its place is so far before the image that the first pixel within sets its field's highest bit
+  Column image, channel, tap_h, tap_w, step_h, step_w;  // to the next, for patches by steps; of an axis of one they may wrap
+  Column first, size;                                   // patch; image
   Divisor<uint32_t> positions{1}, out_w{1};
   int kernel_w, area;
-  uint32_t size, border;  // of an image, as a place; the fields' highest bits, 0 where nothing lies outside
 
   Patches() = default;
 
@@ -48,48 +55,41 @@ struct Patches {
         out_w(g.out_w),
         kernel_w(static_cast<int>(g.kernel_w)),
         area(static_cast<int>(g.kernel_h * g.kernel_w)) {
-    const int rows = field_bits(g.H + g.padding_h), columns = field_bits(g.W + g.padding_w);
     const bool borders = g.padding_h > 0 || g.padding_w > 0;
-    const auto place = [&](int64_t h, int64_t w) { return static_cast<uint32_t>(borders ? (h << columns) + w : 0); };
-    const auto distance = [&](int64_t h, int64_t w) { return static_cast<uint64_t>(h * x.h + w * x.w) << 32 | place(h, w); };
-    image = static_cast<uint64_t>(x.n) << 32, channel = static_cast<uint64_t>(x.c) << 32;
+    const auto distance = [&](int64_t h, int64_t w) {
+      return Column{static_cast<uint32_t>(h * x.h + w * x.w), static_cast<uint32_t>(borders ? h * (1 << 16) + w : 0)};
+    };
+    image = {static_cast<uint32_t>(x.n), 0}, channel = {static_cast<uint32_t>(x.c), 0};
     tap_h = distance(g.dilation_h, 0), tap_w = distance(0, g.dilation_w);
     step_h = distance(g.stride_h, 0), step_w = distance(0, g.stride_w);
-    size = place(g.H, g.W), border = place(int64_t{1} << (rows - 1), int64_t{1} << (columns - 1));
-    first = border - distance(g.padding_h, g.padding_w);
-  }
-
-  // Of a place's field, for sums up to twice as many.
-  static int field_bits(int64_t count) {
-    int bits = 1;
-    while ((int64_t{1} << (bits - 1)) < count) ++bits;
-    return bits;
+    first = distance(-g.padding_h, -g.padding_w), size = distance(g.H, g.W);
+    first.place += kInside;
+    if (!borders) size.place = kInside;
   }
 
   // Whether places of images with that border have enough bits.
-  static bool has_places(const ConvGeometry& shape) {
-    return field_bits(shape.H + shape.padding_h) + field_bits(shape.W + shape.padding_w) <= 32;
-  }
+  static bool has_places(const ConvGeometry& g) { return std::max(g.H + g.padding_h, g.W + g.padding_w) <= 1 << 15; }
 
   __device__ __forceinline__ Row row(int64_t r) const {
     const uint32_t row = static_cast<uint32_t>(r), n = positions(row), p = row - n * positions.value();
     const uint32_t oh = out_w(p), ow = p - oh * out_w.value();
-    return first + n * image + oh * step_h + ow * step_w;
+    const uint32_t at = first.at + n * image.at + oh * step_h.at + ow * step_w.at;
+    const uint32_t place = first.place + oh * step_h.place + ow * step_w.place;
+    return {data + static_cast<int32_t>(at), place, place - size.place};
   }
 
   __device__ __forceinline__ Column column(int64_t, int64_t i) const {
     const uint32_t at = static_cast<uint32_t>(i), c = at / area, k = at - c * area, u = k / kernel_w, v = k - u * kernel_w;
-    return c * channel + u * tap_h + v * tap_w;
+    return {c * channel.at + u * tap_h.at + v * tap_w.at, u * tap_h.place + v * tap_w.place};
   }
 
-  __device__ __forceinline__ bool inside(Row row, Column column) const {
-    const uint32_t place = static_cast<uint32_t>(row + column);
-    return (place & ~(place - size) & border) == border;
+  __device__ __forceinline__ bool inside(const Row& row, const Column& column) const {
+    return ((row.place + column.place) & ~(row.beyond + column.place) & kInside) == kInside;
   }
 
   __device__ __forceinline__ bool rows_adjacent() const { return true; }
 
-  __device__ __forceinline__ const T* address(Row row, Column column) const { return data + ((row + column) >> 32); }
+  __device__ __forceinline__ const T* address(const Row& row, const Column& column) const { return row.from + column.at; }
 };
 
 template <class T>

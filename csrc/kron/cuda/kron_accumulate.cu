@@ -8,7 +8,7 @@ namespace {
 // rows (N, G, d) read through their strides.
 template <class T>
 struct StridedRows {
-  using Row = int64_t;
+  using Row = const T*;
   using Column = int64_t;
   static constexpr bool kRowsAdjacent = false;  // not always
 
@@ -17,10 +17,10 @@ struct StridedRows {
 
   __device__ __forceinline__ bool inside(Row, Column) const { return true; }
 
-  __device__ __forceinline__ Row row(int64_t n) const { return n * stride_n; }
+  __device__ __forceinline__ Row row(int64_t n) const { return data + n * stride_n; }
   __device__ __forceinline__ Column column(int64_t g, int64_t i) const { return g * stride_g + i * stride_d; }
   __host__ __device__ __forceinline__ bool rows_adjacent() const { return stride_n == 1 && stride_d != 1; }
-  __device__ __forceinline__ const T* address(Row row, Column column) const { return data + row + column; }
+  __device__ __forceinline__ const T* address(Row row, Column column) const { return row + column; }
 
   bool vectors(int64_t groups, int64_t d) const {
     const bool aligned = stride_n % 4 == 0 && (groups == 1 || stride_g % 4 == 0) && reinterpret_cast<uintptr_t>(data) % 16 == 0;

@@ -140,7 +140,8 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkScalarTile<T, BT>::kBlocks)
   const SyrkSum& of = sums.sum[own];
   const SyrkTask syrk_task(BT, of);
   T sum[4][4];
-  syrk_scalar_tile<T, BT>(rows_of.rows[own], syrk_task, of.d, staging, columns, sum);
+  const Rows rows = rows_of.rows[own];  // among a kernel's arguments each use would read it
+  syrk_scalar_tile<T, BT>(rows, syrk_task, of.d, staging, columns, sum);
   const int t = threadIdx.x, tx = t % Shape::SIDE, ty = t / Shape::SIDE % Shape::SIDE;
   if (t >= Shape::SIDE * Shape::SIDE) return;
 #pragma unroll

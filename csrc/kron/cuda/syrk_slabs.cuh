@@ -97,7 +97,7 @@ class SyrkSlabs {
   }
 
  private:
-  const Rows& rows_;
+  const Rows rows_;  // a copy: among a kernel's arguments each use would read it
   const SyrkTask& task_;
   const int64_t d_;
   int64_t r0_;  // the next slab's first row

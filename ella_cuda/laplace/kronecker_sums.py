@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ella_cuda import ops
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.rows import Diagonal, Rows
@@ -92,7 +91,7 @@ class KroneckerSums(Consumer):
         try:
             rows.gram_(moment, alpha)
         finally:
-            moment.sums = ops
+            del moment.sums
 
     def begin(self) -> None:
         self._waiting.launch()

@@ -47,13 +47,14 @@ class SecondMoment:
         basis: of the weights, or None.
     """
 
+    sums: Any = ops  # by whose functions rows are added
+
     def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None) -> None:
         self.total = torch.zeros(groups, size, size, dtype=torch.float64, device=like.device)
         self.dtype = like.dtype  # of the rows, or of their products
         self.rows = 0
         self.name = name
         self.basis = basis
-        self.sums: Any = ops  # by whose functions rows are added
         self._products = 0  # that were taken
         self._are_alike: bool | None = None  # rows, but for a few directions
         self._eigenvalues: Tensor | None = None

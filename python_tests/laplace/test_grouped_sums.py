@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ella_cuda.laplace import KronLaplace, column_functions, kronecker_sums
+from ella_cuda.laplace.call import Call
+from ella_cuda.laplace.rules.base import rule_for
 from ella_cuda.ops.conv_kron_accumulate import GroupedSums
 
 
@@ -78,6 +80,20 @@ def test_sums_of_a_pass_go_together(monkeypatch, model):
     monkeypatch.setattr(kronecker_sums, "WAITING", 5000)  # a batch's images have 2,560 bytes, the first outputs 5,120
     _, calls = fitted(model)
     assert max(count for _, count in calls.grouped) <= 4 and len(calls.grouped) > 8
+
+
+def test_a_bias_takes_over_what_waits(monkeypatch):
+    """Which was the weight's too until one of its gradients has several positions."""
+    monkeypatch.setattr(kronecker_sums, "together", lambda values: True)
+    rule, sums = rule_for(nn.Linear(3, 2), "layer"), kronecker_sums.KroneckerSums()
+    rule.allocate()
+    call, one, several = Call(rule), torch.randn(1, 4, 2), torch.randn(1, 4, 5, 2)
+    sums.forward(call, [torch.randn(4, 3)])
+    for gradient in (one, several):
+        sums.add_outputs(call, rule.output_rows(gradient, None))
+    sums.flush()
+    rows = torch.cat([one[0], several[0].sum(1)]).double()
+    torch.testing.assert_close(rule.factors["bias"].output_moment.total[0], rows.T @ rows)
 
 
 def test_rows_that_changed_are_refused():

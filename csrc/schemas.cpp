@@ -42,6 +42,13 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "conv_kron_accumulate_(Tensor(a!) factor, Tensor x, int[2] kernel_size, int[2] stride, int[2] padding, "
       "int[2] dilation, bool circular, float alpha, bool allow_tf32=False) -> ()");
 
+  // The same for several factors, in fewer launches on CUDA; `geometries` has kernel_size, stride, padding, dilation and
+  // circular of each. As the same sums one after the other, to the bit; what no factor has may change in between.
+  m.def("kron_accumulate_many_(Tensor(a!)[] factors, Tensor[] rows, float[] alphas, bool allow_tf32=False) -> ()");
+  m.def(
+      "conv_kron_accumulate_many_(Tensor(a!)[] factors, Tensor[] xs, int[] geometries, float[] alphas, bool "
+      "allow_tf32=False) -> ()");
+
   // sum_{g,i,j} log(eigenvalues_in[g,i] eigenvalues_out[g,j] + precision), (G,a), (G,b) or (1,b), () -> ()
   m.def("kron_logdet(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision) -> Tensor");
 

@@ -23,6 +23,12 @@ inline KronAccumulateSizes check_kron_accumulate(const Tensor& factor, const Ten
   return {rows.size(0), G, d};
 }
 
+// Several sums have as many of everything.
+inline void check_many(const char* op, const std::vector<Tensor>& factors, size_t rows, size_t alphas) {
+  ELLA_CHECK(factors.size() == rows && factors.size() == alphas, op, ": there must be as many factors (", factors.size(),
+             ") as rows (", rows, ") and alphas (", alphas, ")");
+}
+
 // ---- conv_kron_accumulate_ ----
 
 struct ConvGeometry {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -76,11 +77,8 @@ class Passage(ABC):
         """``(K, *output.shape)``, back to the function's input, and as far on as nothing else has a part; see :meth:`Before.hand`."""
         if self.pointwise and not self.before.passages:
             return self.take(columns, slice(None), own=False)
-        found = empty_columns(columns, self.before.shape(self.input_shape), layout_of(columns))
-        for some, images in pieces(found):
-            piece = self.take(columns[some, images], images, own=False)
-            found[some, images] = self.before.take(piece, images)
-        return self.before.hand(found, self.input_shape)
+        take = partial(self.take, own=False)
+        return self.before.back(columns, take, self.input_shape, layout_of(columns))
 
 
 class Layer(Protocol):
@@ -134,6 +132,22 @@ class Before:
             else:
                 piece = passage.take(piece, images, own=True)
         return piece
+
+    def back(
+        self,
+        columns: Tensor,
+        take: Callable[[Tensor, slice], Tensor],
+        input_shape: Sequence[int],
+        layout: torch.memory_format,
+    ) -> Tensor:
+        """What :meth:`hand` makes of gradients ``(K, N, ...)`` at the call's output: taken back through it by ``take``, which gets a piece
+        and its images, then as by :meth:`take`. All at once, unless pieces are for a cache: they are copied together, into a layout."""
+        if not in_pieces(columns):
+            return self.hand(self.take(take(columns, slice(None)), slice(None)), input_shape)
+        found = empty_columns(columns, self.shape(input_shape), layout)
+        for some, images in pieces(found):
+            found[some, images] = self.take(take(columns[some, images], images), images)
+        return self.hand(found, input_shape)
 
     def hand(self, found: Tensor, input_shape: Sequence[int]) -> Tensor:
         """The gradients that the call's node is to return for gradients ``found`` before all passages: those, or zeros that take no room in
@@ -352,13 +366,15 @@ def nothing(columns: Tensor, shape: Sequence[int]) -> Tensor:
     return columns.new_zeros(()).expand(columns.shape[0], *shape)
 
 
+def in_pieces(columns: Tensor) -> bool:
+    """Whether gradients go back a piece at a time."""
+    return columns.is_cpu
+
+
 def pieces(columns: Tensor) -> Iterator[tuple[slice, slice]]:
     """Parts of columns ``(K, N, ...)`` that are in the cache of a CPU at once: of the columns, and of the images. Columns are contiguous, or
     so with channels innermost, and the parts of them, flattened to ``(k * n, ...)``, are views."""
     count, images = columns.shape[:2]
-    if not columns.is_cpu:
-        yield slice(count), slice(images)
-        return
     each = max(columns[:1, :1].numel() * columns.element_size(), 1)
     together = max(torch.get_num_threads() * PIECE // each, 1)  # images
     if together < images:

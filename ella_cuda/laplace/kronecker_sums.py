@@ -18,6 +18,7 @@ from torch import Tensor
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.rows import Diagonal, Rows
+from ella_cuda.ops.conv_kron_accumulate import GroupedSums
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
 Part = tuple[KroneckerFactor, range | None]  # of a factor: the blocks that a call can take part in together
 RowsOf = Mapping[str, Rows]
 Key = tuple["Rule", int]  # of a call: its number among the rule's
+WAITING = 256 << 20  # bytes of inputs and gradients that wait to be added together
+WORKSPACE = 256 << 20  # of the kernels that add them, see csrc/kron/cuda/syrk_tile.cuh
+
+
+def together(values: Tensor) -> bool:
+    """Whether sums of rows take less time together than one after the other."""
+    return values.is_cuda
 
 
 class Consumer:
@@ -70,12 +78,23 @@ class KroneckerSums(Consumer):
             Part, list[tuple[int, Rows]]
         ] = {}  # of KFAC-reduce: positions, and rows that are means over these
         self._sums: dict[Part, Rows | None] = {}  # of gradients that are summed over calls
+        self._waiting = GroupedSums(WAITING)
 
     def add(self, factor: KroneckerFactor, side: str, rows: Rows, alpha: float = 1.0) -> None:
-        """Add alpha times the rows' outer products to the "input" or "output" side of a factor."""
-        rows.gram_(getattr(factor, f"{side}_moment"), alpha)
+        """Add alpha times the rows' outer products to the "input" or "output" side of a factor, on CUDA together with others' later in the
+        pass. As for autograd in training, nobody may change a layer's input in place before."""
+        moment = getattr(factor, f"{side}_moment")
+        if not together(rows.values):
+            rows.gram_(moment, alpha)
+            return
+        moment.sums = self._waiting
+        try:
+            rows.gram_(moment, alpha)
+        finally:
+            del moment.sums
 
     def begin(self) -> None:
+        self._waiting.launch()
         for each in (self._calls, self._counts, self._shares, self._means, self._sums):
             each.clear()
 
@@ -153,6 +172,7 @@ class KroneckerSums(Consumer):
         }
         many = rule.approximation == "expand"
         if any(rows[n] is not rows.get(o) or (many and rows[n].positions != 1) for n, o in shared.items() if n in rows):
+            self._waiting.launch()
             rule.separate_outputs()
             shared = {}
         for name, blocks in call.blocks.items():
@@ -176,12 +196,14 @@ class KroneckerSums(Consumer):
             if rows is not None:
                 self.add(factor, "output", rows)
                 self._sums[factor, blocks] = None
+        self._waiting.launch()
 
     def add_per_example(self, rule: Rule, name: str, gradients: Tensor, data_too: bool) -> None:
         """Take gradients of single data points, see :meth:`ella_cuda.laplace.rules.PerExampleRule.rows`."""
         for side, rows in zip(("input", "output"), rule.rows(name, gradients, data_too), strict=True):
             if rows is not None:
                 self.add(rule.factors[name], side, rows)
+        self._waiting.launch()
 
 
 class SummedCopies(Consumer):

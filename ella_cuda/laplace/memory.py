@@ -18,6 +18,7 @@ from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.eigenvalues import workspace
 from ella_cuda.laplace.factors import merged_shapes
 from ella_cuda.laplace.interception import saved_tensors
+from ella_cuda.laplace.kronecker_sums import WAITING, WORKSPACE
 from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.ops._precision import without_autocast
 
@@ -41,6 +42,7 @@ def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: I
     factors = sum(rule.bytes() for rule in rules) + sum(rows**2 for _, rows in of_ties) * torch.float64.itemsize
     device = next(rules[0].module.parameters()).device
     kept, column, columns = (0, 0, memory_budget) if x is None else _of_a_batch(model, rules, memory_budget, x)
+    kept += WAITING + WORKSPACE if x is not None and device.type == "cuda" else 0
     return factors + max(max(ROUND * min(columns, memory_budget), column) + kept, workspace(blocks, device))
 
 

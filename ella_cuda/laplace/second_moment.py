@@ -47,6 +47,8 @@ class SecondMoment:
         basis: of the weights, or None.
     """
 
+    sums: Any = ops  # by whose functions rows are added
+
     def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None) -> None:
         self.total = torch.zeros(groups, size, size, dtype=torch.float64, device=like.device)
         self.dtype = like.dtype  # of the rows, or of their products
@@ -118,13 +120,14 @@ class SecondMoment:
         """
         for some in self._in_its_dtype(x, x.numel() * self.total.numel() // x.shape[1]):
             for block, part in zip(self.total, some.chunk(self.total.shape[0], 1), strict=True):
-                ops.conv_kron_accumulate_(block, part, kernel_size, padding_mode, alpha, **geometry)
+                self.sums.conv_kron_accumulate_(block, part, kernel_size, padding_mode, alpha, **geometry)
 
     def _accumulate(self, total: Tensor, rows: Tensor, alpha: float) -> Tensor:
+        sums = self.sums if total is self.total else ops
         for some in self._in_its_dtype(
             rows, rows.numel() * rows.shape[2], rows.shape[1] == 1 and rows.shape[2] <= WHOLE
         ):
-            ops.kron_accumulate_(total, some, alpha)
+            sums.kron_accumulate_(total, some, alpha)
         return total
 
     def _in_its_dtype(self, rows: Tensor, products: int, narrow: bool = False) -> Iterator[Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from numbers import Integral
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +101,7 @@ def _pair(name: str, value: Size, least: int) -> tuple[int, int]:
 
 
 def _geometry(
-    kernel_size: Size, padding_mode: str, stride: Size, padding: Size | None, dilation: Size
+    kernel_size: Size, padding_mode: str, stride: Size = 1, padding: Size | None = None, dilation: Size = 1
 ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int], bool]:
     if padding_mode not in ("circular", "zeros"):
         raise ValueError(f"conv_kron_accumulate_: padding_mode must be 'circular' or 'zeros', got {padding_mode!r}.")
@@ -144,6 +146,82 @@ def _fake(
 
 
 _accumulate = register_in_place("conv_kron_accumulate_", fake=_fake)
+
+
+def _many_on_cpu(
+    factors: list[Tensor], xs: list[Tensor], geometries: list[int], alphas: list[float], allow_tf32: bool = False
+) -> None:
+    for i, (factor, x, alpha) in enumerate(zip(factors, xs, alphas, strict=True)):
+        *pairs, circular = geometries[9 * i : 9 * (i + 1)]
+        sizes = [pairs[at : at + 2] for at in range(0, 8, 2)]
+        torch.ops.ella_cuda.conv_kron_accumulate_(factor, x, *sizes, bool(circular), alpha, allow_tf32)
+
+
+torch.library.impl("ella_cuda::conv_kron_accumulate_many_", "CPU", _many_on_cpu)
+
+
+def _version(rows: Tensor) -> int:
+    """How often a tensor was changed in place, where that is counted."""
+    return -1 if rows.is_inference() else rows._version
+
+
+class GroupedSums:
+    """Sums of outer products that wait for each other: on CUDA they take fewer launches together. Each is, to the bit, what it is alone.
+
+    Args:
+        most_bytes: of rows and images that wait. They must not change until then.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._waiting: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}  # by what sums of one call have in common
+        self._bytes: dict[int, int] = {}  # of each memory that waits
+
+    def kron_accumulate_(self, factor: Tensor, rows: Tensor, alpha: float = 1.0) -> None:
+        """:func:`ella_cuda.ops.kron_accumulate_`, by the next :meth:`launch`."""
+        self._wait("kron_accumulate_", factor, rows, (), alpha)
+
+    def conv_kron_accumulate_(
+        self,
+        factor: Tensor,
+        x: Tensor,
+        kernel_size: Size,
+        padding_mode: str = "circular",
+        alpha: float = 1.0,
+        **more: Any,
+    ) -> None:
+        """:func:`ella_cuda.ops.conv_kron_accumulate_`, by the next :meth:`launch`."""
+        *pairs, circular = _geometry(kernel_size, padding_mode, **more)
+        self._wait("conv_kron_accumulate_", factor, x, (*itertools.chain(*pairs), int(circular)), alpha)
+
+    def launch(self) -> None:
+        """Add what waits.
+
+        Raises:
+            RuntimeError: rows have changed since they were given.
+        """
+        waiting, self._waiting = self._waiting, {}
+        self._bytes.clear()
+        for (name, allow_tf32, _), sums in waiting.items():
+            factors, rows, geometries, alphas, versions = (list(of) for of in zip(*sums, strict=True))
+            if [_version(r) for r in rows] != versions:
+                raise RuntimeError(
+                    f"{name}: rows were changed in place before they were added, as autograd does not allow of a layer's input either; "
+                    "change a clone."
+                )
+            numbers = [list(itertools.chain(*geometries))] if geometries[0] else []
+            getattr(torch.ops.ella_cuda, f"{name}many_")(factors, rows, *numbers, alphas, allow_tf32)
+            torch.autograd.graph.increment_version(factors)
+
+    def _wait(self, name: str, factor: Tensor, rows: Tensor, geometry: tuple[int, ...], alpha: float) -> None:
+        refuse_graph(name, factor=factor, rows=rows)
+        require_backend(name, factor)
+        waiting = self._waiting.setdefault((name, allows_tf32(rows), rows.device), [])
+        waiting.append((factor, rows, geometry, float(alpha), _version(rows)))
+        storage = rows.untyped_storage()
+        self._bytes[storage.data_ptr()] = storage.nbytes()
+        if sum(self._bytes.values()) > self._most:
+            self.launch()
 
 
 def kernel_cases() -> list[KernelCase]:

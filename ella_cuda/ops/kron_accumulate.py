@@ -84,6 +84,14 @@ def _vmap(
 _accumulate = register_in_place("kron_accumulate_", fake=_fake, vmap=_vmap)
 
 
+def _many_on_cpu(factors: list[Tensor], rows: list[Tensor], alphas: list[float], allow_tf32: bool = False) -> None:
+    for factor, some, alpha in zip(factors, rows, alphas, strict=True):
+        torch.ops.ella_cuda.kron_accumulate_(factor, some, alpha, allow_tf32)
+
+
+torch.library.impl("ella_cuda::kron_accumulate_many_", "CPU", _many_on_cpu)
+
+
 def kernel_cases() -> list[KernelCase]:
     def rows(count: int, d: int) -> Callable[[], tuple[Tensor, ...]]:
         return lambda: (torch.zeros(3, d, d, dtype=torch.float64), normal(count, 3, d))

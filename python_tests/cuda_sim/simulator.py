@@ -32,6 +32,7 @@ LIMITS = {
     "PADDED_ELEMENTS": 2000,  # of the images with their border at a time
     "ELEMENTS": 8000,  # of other images at a time, or one of them with its border
     "WIDENED_ELEMENTS": 300,  # of 16-bit numbers that are copied to float32 at a time
+    "PART_BYTES": 1 << 19,  # of sums of rows that are shared out, if a split has no more
     "LAG_ELEMENTS": 20000,  # of sums by lags in the workspace, if blocks are enough then
     "INTERMEDIATE": 60,  # numbers of F-FC's intermediate in float64 at a time
     "ACTIVATIONS": 6000,  # of a bank's activations, or slopes, at a time
@@ -47,7 +48,7 @@ FLAGS = [
     "-DELLA_DISPATCH_KEY=CPU",
     *(f"-DELLA_MAX_{name}={number}" for name, number in LIMITS.items()),
 ]
-ORDERS = {"forward": 0, "reverse": 1, "random": 2}
+ORDERS = {"forward": 0, "reverse": 1, "random": 2, "none": 3}
 
 
 def compiler() -> str | None:

@@ -10,7 +10,7 @@ import torch
 from . import test_conv_kron_accumulate as conv
 from . import test_kron_accumulate as strided
 from .checking import arrange, assert_accurate, in_every_order
-from .simulator import Simulator
+from .simulator import LIMITS, Simulator
 
 pytestmark = pytest.mark.simulator
 
@@ -53,10 +53,12 @@ def test_each_product_and_tile_of_patches(simulator: Simulator, product: str, ti
     assert torch.equal(got, got.T)
 
 
-@pytest.mark.parametrize("product", ["scalar", "mma", "wgmma"])
-@pytest.mark.parametrize("split", [1, 2, 5, 1000])
-def test_rows_are_cut_into_so_many_shares(simulator: Simulator, product: str, split: int) -> None:
-    """Of float32 rows a float64 factor takes no more than 1,024 a share, so that the shares tell how many launches there are."""
+@pytest.mark.parametrize(("product", "side"), [("scalar", 64), ("mma", 64), ("wgmma", 128)])
+@pytest.mark.parametrize(("split", "shares"), [(1, 3), (2, 3), (5, 5), (1000, 79)])
+def test_rows_are_cut_into_so_many_shares(
+    simulator: Simulator, product: str, side: int, split: int, shares: int
+) -> None:
+    """Of float32 rows a float64 factor takes no more than 1,024 a share, and no fewer than a slab of 32; their sums have 512 KB."""
     start, rows = strided.symmetric(1, 34, torch.float64) + 2.0**40, strided.integers(2500, 1, 34)
     with (
         simulator.scheduled(threads="random", blocks="random", warpgroups=True),
@@ -64,8 +66,7 @@ def test_rows_are_cut_into_so_many_shares(simulator: Simulator, product: str, sp
     ):
         before = simulator.launch_count()
         got = strided.accumulated(simulator, start, rows, 0.5)
-    launches = -(-2500 // (1024 * split))
-    assert simulator.launch_count() - before == launches * (1 if split == 1 else 2)
+    assert simulator.launch_count() - before == 2 * -(-shares * side**2 * 4 // LIMITS["PART_BYTES"])
     assert torch.equal(got, strided.exact(start, rows.double(), 0.5))
 
 

@@ -1,6 +1,7 @@
 // conv_kron_accumulate_: factor += alpha * sum a a^T over the patches a of a convolution, gathered from the images into the
-// tiles of the product, or by lags (lags.cuh). Images with a border are copied with it first: an element's address is then its
-// row's and its column's sum; asking each whether it lies beyond a border would take a third of all instructions.
+// tiles of the product, or by lags (lags.cuh). An element's address is its row's and its column's sum, and so is its place,
+// which says whether it lies in a border of zeros: that takes four instructions beside some ten that copy it. Images with a
+// circular border are copied with it first.
 #include <algorithm>
 #include <optional>
 
@@ -8,7 +9,6 @@
 #include "kron/checks.h"
 #include "kron/cuda/lags.cuh"
 #include "kron/cuda/syrk.cuh"
-#include "kron/cuda/widened.cuh"
 
 namespace ella {
 namespace {
@@ -22,52 +22,78 @@ constexpr int64_t kMaxElements = ELLA_MAX_ELEMENTS;  // of a padded image, and p
 #endif
 constexpr int64_t kMaxPadded = ELLA_MAX_PADDED_ELEMENTS;  // copied at a time: 256 MiB of floats
 
-// Row r = (n, oh, ow), column i = (c, kernel row, kernel column) as in torch.nn.functional.unfold; images (N, C, H, W) with
-// their border, read through their strides. Neighbouring rows are neighbouring output positions.
+// Row r = (n, oh, ow), column i = (c, kernel row, kernel column) as in torch.nn.functional.unfold; images (N, C, H, W) read
+// through their strides, with zeros around them. Neighbouring rows are neighbouring output positions.
 template <class T>
 struct Patches {
   static constexpr bool kRowsAdjacent = true;
 
-  using Row = uint32_t;     // a patch's first element, by its distance from the first of all
-  using Column = uint32_t;  // an element's distance from there
+  // An element's place has two fields of 16 bits, rows of the image above columns. Where a row's and a column's sum says that
+  // it is at or behind the first pixel of both, and the other sum not that it is behind the last, it lies in the image.
+  static constexpr uint32_t kInside = 0x80008000u;
+
+  struct Row {
+    const T* from;
+    uint32_t place, beyond;
+  };
+
+  struct Column {
+    uint32_t at, place;
+  };
 
   const T* data;
-  uint32_t stride_n, stride_c, stride_h, stride_w;  // of an axis of one it may wrap, where it is not used
-  uint32_t step_h, step_w;                          // from patch to patch, in memory; likewise
-  Divisor<uint32_t> positions, out_w;
-  int kernel_h, kernel_w, dilation_h, dilation_w;
+  Column image, channel, tap_h, tap_w, step_h, step_w;  // to the next, for patches by steps; of an axis of one they may wrap
+  Column first, size;                                   // patch; image
+  Divisor<uint32_t> positions{1}, out_w{1};
+  int kernel_w, area;
 
-  Patches(const Image<T>& x, const ConvGeometry& shape)
+  Patches() = default;
+
+  Patches(const Image<T>& x, const ConvGeometry& g)
       : data(x.data),
-        stride_n(static_cast<uint32_t>(x.n)),
-        stride_c(static_cast<uint32_t>(x.c)),
-        stride_h(static_cast<uint32_t>(x.h)),
-        stride_w(static_cast<uint32_t>(x.w)),
-        step_h(static_cast<uint32_t>(shape.stride_h * x.h)),
-        step_w(static_cast<uint32_t>(shape.stride_w * x.w)),
-        positions(shape.out_h * shape.out_w),
-        out_w(shape.out_w),
-        kernel_h(static_cast<int>(shape.kernel_h)),
-        kernel_w(static_cast<int>(shape.kernel_w)),
-        dilation_h(static_cast<int>(shape.dilation_h)),
-        dilation_w(static_cast<int>(shape.dilation_w)) {}
+        positions(g.out_h * g.out_w),
+        out_w(g.out_w),
+        kernel_w(static_cast<int>(g.kernel_w)),
+        area(static_cast<int>(g.kernel_h * g.kernel_w)) {
+    const bool borders = g.padding_h > 0 || g.padding_w > 0;
+    const auto distance = [&](int64_t h, int64_t w) {
+      return Column{static_cast<uint32_t>(h * x.h + w * x.w), static_cast<uint32_t>(borders ? h * (1 << 16) + w : 0)};
+    };
+    image = {static_cast<uint32_t>(x.n), 0}, channel = {static_cast<uint32_t>(x.c), 0};
+    tap_h = distance(g.dilation_h, 0), tap_w = distance(0, g.dilation_w);
+    step_h = distance(g.stride_h, 0), step_w = distance(0, g.stride_w);
+    first = distance(-g.padding_h, -g.padding_w), size = distance(g.H, g.W);
+    first.place += kInside;
+    if (!borders) size.place = kInside;
+  }
+
+  // Whether places of images with that border have enough bits.
+  static bool has_places(const ConvGeometry& g) { return std::max(g.H + g.padding_h, g.W + g.padding_w) <= 1 << 15; }
 
   __device__ __forceinline__ Row row(int64_t r) const {
     const uint32_t row = static_cast<uint32_t>(r), n = positions(row), p = row - n * positions.value();
     const uint32_t oh = out_w(p), ow = p - oh * out_w.value();
-    return n * stride_n + oh * step_h + ow * step_w;
+    const uint32_t at = first.at + n * image.at + oh * step_h.at + ow * step_w.at;
+    const uint32_t place = first.place + oh * step_h.place + ow * step_w.place;
+    return {data + static_cast<int32_t>(at), place, place - size.place};
   }
 
   __device__ __forceinline__ Column column(int64_t, int64_t i) const {
-    const int at = static_cast<int>(i), area = kernel_h * kernel_w, c = at / area, k = at - c * area;
-    const int u = k / kernel_w, v = k - u * kernel_w;
-    return c * stride_c + u * dilation_h * stride_h + v * dilation_w * stride_w;
+    const uint32_t at = static_cast<uint32_t>(i), c = at / area, k = at - c * area, u = k / kernel_w, v = k - u * kernel_w;
+    return {c * channel.at + u * tap_h.at + v * tap_w.at, u * tap_h.place + v * tap_w.place};
+  }
+
+  __device__ __forceinline__ bool inside(const Row& row, const Column& column) const {
+    return ((row.place + column.place) & ~(row.beyond + column.place) & kInside) == kInside;
   }
 
   __device__ __forceinline__ bool rows_adjacent() const { return true; }
 
-  __device__ __forceinline__ const T* address(Row row, Column column) const { return data + (row + column); }
+  __device__ __forceinline__ const T* address(const Row& row, const Column& column) const { return row.from + column.at; }
 };
+
+template <class T>
+using PatchQueue = SyrkQueue<T, Patches<T>>;
 
 // From an image's first element to its last.
 template <class T>
@@ -107,11 +133,12 @@ bool tried_lags(const Device& device, const char* name, const Tensor& factor, co
   return true;
 }
 
-// Of images of float or double, as for syrk.
+// Of images x of float or double; sums by patches wait in the queue, unless they need copies.
 template <class T>
-void accumulate(const Device& device, const char* name, const Tensor& factor, const Image<T>& x, const ConvGeometry& geometry,
-                double alpha, bool tf32) {
+void accumulate(const Device& device, const char* name, PatchQueue<T>& queue, const Tensor& factor, const Image<T>& x,
+                const ConvGeometry& geometry, double alpha, bool tf32) {
   if (same_circular(geometry)) {
+    queue.settle(factor);
     if (geometry.kernel_w == 3 && tried_lags<T, 3>(device, name, factor, x, geometry, alpha, tf32)) return;
     if (geometry.kernel_w == 5 && tried_lags<T, 5>(device, name, factor, x, geometry, alpha, tf32)) return;
   }
@@ -119,55 +146,90 @@ void accumulate(const Device& device, const char* name, const Tensor& factor, co
       cuda_path().lags != CudaPath::Choice::yes, name,
       ": ELLA_CUDA_PATH: lags=yes is for stride 1, dilation 1 and the circular padding that keeps the size, for kernels 3 or "
       "5 wide and images of at most 512 columns whose rows fit in shared memory");
-  const bool copies = geometry.padding_h > 0 || geometry.padding_w > 0 || span(x, geometry) > kMaxElements;
+  const bool borders = geometry.padding_h > 0 || geometry.padding_w > 0;
+  const bool copies = (borders && (geometry.circular || !Patches<T>::has_places(geometry))) || span(x, geometry) > kMaxElements;
   const int64_t padded = geometry.C * (geometry.H + 2 * geometry.padding_h) * (geometry.W + 2 * geometry.padding_w);
   // Positions, and elements from the first to the last.
   int64_t at_once = kMaxElements / std::max(geometry.out_h * geometry.out_w, copies ? int64_t{1} : x.n);
   at_once = std::max(at_once, int64_t{1});
   if (copies) at_once = std::min(at_once, std::max(kMaxPadded / padded, int64_t{1}));
   for (int64_t first = 0; first < geometry.N; first += at_once) {
-    const int64_t count = std::min(at_once, geometry.N - first);
+    ConvGeometry some = geometry;
+    some.N = std::min(at_once, geometry.N - first);
     std::optional<Tensor> copy;  // kept until the kernels are queued
     Image<T> from = x;
     from.data += first * from.n;
     if (copies) {
       const auto pad = geometry.circular ? padded_images<T, true> : padded_images<T, false>;
-      copy = pad(device, name, factor, from, {count, geometry.C, geometry.H, geometry.W}, geometry.padding_h,
-                 geometry.padding_w, Components());
+      copy = pad(device, name, factor, from, {some.N, some.C, some.H, some.W}, some.padding_h, some.padding_w, Components());
       from = image<T>(*copy);
+      some.padding_h = some.padding_w = 0;
     }
-    syrk<T>(device, name, Patches<T>(from, geometry), factor, 1, geometry.patch(), count * geometry.out_h * geometry.out_w,
-            alpha, tf32);
+    queue.add({Patches<T>(from, some), factor, 1, some.patch(), some.positions(), alpha, tf32});
+    if (copies) queue.run();
   }
 }
 
-void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int64_t>& kernel_size,
-                           const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                           const std::vector<int64_t>& dilation, bool circular, double alpha, bool allow_tf32) {
+constexpr size_t kGeometry = 9;  // numbers that say which patches: kernel size, stride, padding, dilation, circular
+
+// Every factors[i] += alphas[i] * sum over the patches of its images, which kGeometry numbers of `geometries` describe.
+void conv_kron_accumulate_many_(const std::vector<Tensor>& factors, const std::vector<Tensor>& images,
+                                const std::vector<int64_t>& geometries, const std::vector<double>& alphas, bool allow_tf32) {
   constexpr const char* name = "conv_kron_accumulate_";
-  const ConvGeometry all = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
-  if (all.positions() == 0 || factor.numel() == 0 || x.numel() == 0) return;  // of a border alone, patches are zero
-  const int64_t padded_h = all.H + 2 * all.padding_h, padded_w = all.W + 2 * all.padding_w;
-  ELLA_CHECK(std::max(padded_h, padded_w) <= kMaxElements && padded_h * padded_w <= kMaxElements / all.C, name,
-             ": an image with its padding may have at most ", kMaxElements, " numbers, got ", all.C, " x ", padded_h, " x ",
-             padded_w);
-  const Device device(factor);
-  with_row_type(x, [&](auto number) {
-    using S = decltype(number);
-    using T = Widened<S>;
+  check_many("conv_kron_accumulate_many_", factors, images.size(), alphas.size());
+  ELLA_CHECK(geometries.size() == kGeometry * factors.size(), "conv_kron_accumulate_many_: geometries must have ", kGeometry,
+             " numbers for each factor, got ", geometries.size());
+  if (factors.empty()) return;
+  const Device device(factors.front());
+  PatchQueue<float> single(device, name);
+  PatchQueue<double> wide(device, name);
+  for (size_t i = 0; i < factors.size(); ++i) {
+    const Tensor &factor = factors[i], &x = images[i];
+    const auto pair = [&](size_t at) {
+      const auto begin = geometries.begin() + static_cast<std::ptrdiff_t>(kGeometry * i + 2 * at);
+      return std::vector<int64_t>(begin, begin + 2);
+    };
+    const ConvGeometry all = check_conv_kron_accumulate(factor, x, pair(0), pair(1), pair(2), pair(3),
+                                                        geometries[kGeometry * i + 8] != 0, alphas[i]);
+    if (all.positions() == 0 || factor.numel() == 0 || x.numel() == 0) continue;  // of a border alone, patches are zero
+    const int64_t padded_h = all.H + 2 * all.padding_h, padded_w = all.W + 2 * all.padding_w;
+    ELLA_CHECK(std::max(padded_h, padded_w) <= kMaxElements && padded_h * padded_w <= kMaxElements / all.C, name,
+               ": an image with its padding may have at most ", kMaxElements, " numbers, got ", all.C, " x ", padded_h, " x ",
+               padded_w);
+    if (x.scalar_type() == ScalarType::Double) {
+      single.settle(factor);
+      accumulate(device, name, wide, factor, image<double>(x), all, alphas[i], false);
+      continue;
+    }
+    wide.settle(factor);
     // Of as many positions as a patch has elements the products are most of the work, not the factor's way through memory; but
     // no more elements than the factor has.
     const int64_t min_count = std::min(ceil_div(all.patch(), all.out_h * all.out_w), factor.numel() / (all.C * all.H * all.W));
-    for_widened(device, name, x, image<S>(x), {all.N, all.C, all.H, all.W}, min_count,
-                [&](const Image<T>& some, int64_t count) {
-                  ConvGeometry geometry = all;
-                  geometry.N = count;
-                  accumulate(device, name, factor, some, geometry, alpha, allow_tf32 || kIsWidened<S>);
-                });
-  });
+    for_widened(x, min_count, [&](const Tensor& some, bool copied) {
+      ConvGeometry geometry = all;
+      geometry.N = some.size(0);
+      accumulate(device, name, single, factor, image<float>(some), geometry, alphas[i], allow_tf32 || copied);
+      if (copied) single.run();  // the copy's memory is for the next
+    });
+  }
+  single.run(), wide.run();
 }
 
-ELLA_REGISTER(ELLA_DISPATCH_KEY, m) { m.impl("conv_kron_accumulate_", TORCH_BOX(&conv_kron_accumulate_)); }
+void conv_kron_accumulate_(const Tensor& factor, const Tensor& x, const std::vector<int64_t>& kernel_size,
+                           const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                           const std::vector<int64_t>& dilation, bool circular, double alpha, bool allow_tf32) {
+  std::vector<int64_t> geometry;
+  for (const auto* pair : {&kernel_size, &stride, &padding, &dilation}) {
+    geometry.insert(geometry.end(), pair->begin(), pair->end());
+  }
+  geometry.push_back(circular);
+  conv_kron_accumulate_many_({factor}, {x}, geometry, {alpha}, allow_tf32);
+}
+
+ELLA_REGISTER(ELLA_DISPATCH_KEY, m) {
+  m.impl("conv_kron_accumulate_", TORCH_BOX(&conv_kron_accumulate_));
+  m.impl("conv_kron_accumulate_many_", TORCH_BOX(&conv_kron_accumulate_many_));
+}
 
 }  // namespace
 }  // namespace ella

@@ -3,10 +3,14 @@
 //   using Row, Column; const T* address(Row, Column)
 //   Row row(int64_t r), Column column(int64_t g, int64_t i): the parts of the address that depend on one of them; computed also
 //   for rows and columns beyond the last, whose addresses are then not read
+//   bool inside(Row, Column): whether the element is there; else it is zero, and its address is not read
 //   bool rows_adjacent(): neighbouring rows, not neighbouring columns, are neighbours in memory; kRowsAdjacent: for sure
 //   bool vectors(int64_t groups, int64_t d): four columns from a multiple of 4 on are always 16 aligned bytes (not
 //   kRowsAdjacent)
 #pragma once
+
+#include <tuple>
+#include <utility>
 
 #include "common/cuda_path.h"
 #include "kron/cuda/syrk_scalar.cuh"
@@ -17,51 +21,20 @@
 
 namespace ella {
 
-template <class T, int BT, class Rows>
-void scalar_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-                 int64_t count, double alpha, int64_t split, bool) {
-  launch_syrk<T, SyrkScalarTile<T, BT>>(device, name, syrk_scalar_kernel<T, BT, Rows>, rows, factor, groups, d, count, alpha,
-                                        split);
-}
-
-// Calls run with the way of copying that the rows allow and the way of multiplying, as types.
-template <class Rows, class Run>
-void with_kinds(const Rows& rows, int64_t groups, int64_t d, bool tf32, const Run& run) {
-  with_tf32(tf32, [&](auto kind) {
-    if constexpr (Rows::kRowsAdjacent) {
-      run(std::integral_constant<SyrkCopy, SyrkCopy::rows>{}, kind);
-    } else if (rows.rows_adjacent()) {
-      run(std::integral_constant<SyrkCopy, SyrkCopy::rows>{}, kind);
-    } else if (rows.vectors(groups, d)) {
-      run(std::integral_constant<SyrkCopy, SyrkCopy::vectors>{}, kind);
-    } else {
-      run(std::integral_constant<SyrkCopy, SyrkCopy::columns>{}, kind);
-    }
-  });
-}
-
-template <int BT, class Rows>
-void tensor_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-                 int64_t count, double alpha, int64_t split, bool tf32) {
-  with_kinds(rows, groups, d, tf32, [&](auto copy, auto kind) {
-    const auto kernel = syrk_tensor_kernel<BT, decltype(copy)::value, decltype(kind)::value, Rows>;
-    launch_syrk<float, SyrkTensorTile<BT>>(device, name, kernel, rows, factor, groups, d, count, alpha, split);
-  });
-}
-
 #ifdef ELLA_WARPGROUPS
-template <class Rows>
-void warpgroup_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-                    int64_t count, double alpha, int64_t split, bool tf32) {
-  with_kinds(rows, groups, d, tf32, [&](auto copy, auto kind) {
-    const auto kernel = syrk_warpgroup_kernel<decltype(copy)::value, decltype(kind)::value, Rows>;
-    launch_syrk<float, SyrkWarpgroupTile>(device, name, kernel, rows, factor, groups, d, count, alpha, split);
-  });
-}
 constexpr bool kWarpgroupBuild = true;
 #else
 constexpr bool kWarpgroupBuild = false;
 #endif
+
+// Calls f with the one of the numbers that `tile` is, as a type.
+template <int First, int... Others, class F>
+void with_tile(int64_t tile, const F& f) {
+  if constexpr (sizeof...(Others) > 0) {
+    if (tile != First) return with_tile<Others...>(tile, f);
+  }
+  f(std::integral_constant<int, First>{});
+}
 
 // The products that tiles of BT take for a block, those that are wasted included.
 inline int64_t syrk_products(int64_t d, int64_t BT) {
@@ -69,11 +42,10 @@ inline int64_t syrk_products(int64_t d, int64_t BT) {
   return side * (side + 1) / 2 * BT * BT;
 }
 
-// How a block is computed: what multiplies, the tile's rows and columns, and the splits of the rows, 0 for the launcher's
-// choice.
+// How a block is computed: what multiplies, and the tile's rows and columns.
 struct SyrkPath {
   CudaPath::Product product;
-  int64_t tile, split;
+  int64_t tile;
 };
 
 // The path for blocks of d columns; what cuda_path() fixes, or the widest tile that wastes few products, by warpgroups where
@@ -109,29 +81,129 @@ inline SyrkPath syrk_path(const Device& device, const char* name, bool single, i
              ", got ", tile);
   ELLA_CHECK(tile >= 64 || d <= tile, name, ": ELLA_CUDA_PATH: tile=", tile, " is for blocks of at most ", tile,
              " columns, got ", d);
-  return {product, tile, fixed.split};
+  return {product, tile};
 }
 
-// factor (groups, d, d), of T or double, += alpha * sum over `count` rows; `count` and the factor are not empty. `tf32`: tensor
-// cores may round the rows to TF32, which changes nothing where they are TF32 numbers already.
-template <class T, class Rows>
-void syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-          int64_t count, double alpha, bool tf32) {
-  constexpr bool kSingle = sizeof(T) == sizeof(float);
-  const SyrkPath path = syrk_path(device, name, kSingle, d);
-  const auto run = [&](const auto& with) { with(device, name, rows, factor, groups, d, count, alpha, path.split, tf32); };
-  if (path.product == CudaPath::Product::scalar) {
-    run(path.tile == 16 ? scalar_syrk<T, 16, Rows> : path.tile == 32 ? scalar_syrk<T, 32, Rows> : scalar_syrk<T, 64, Rows>);
-    return;
-  }
-  if constexpr (kSingle) {
-#ifdef ELLA_WARPGROUPS
-    if (path.product == CudaPath::Product::wgmma) {
-      run(warpgroup_syrk<Rows>);
-      return;
+// What sums of one launch have in common: the kernel, and whether their factors are wider than the rows.
+struct SyrkKind {
+  CudaPath::Product product;
+  int64_t tile;
+  SyrkCopy copy;  // this and tf32: of tensor cores
+  bool tf32, wide;
+
+  template <class Rows>
+  SyrkKind(const SyrkPath& path, const SyrkRequest<Rows>& r, bool widens)
+      : product(path.product), tile(path.tile), copy(SyrkCopy::rows), tf32(false), wide(widens) {
+    if (product == CudaPath::Product::scalar) return;
+    tf32 = r.tf32;
+    if constexpr (!Rows::kRowsAdjacent) {
+      if (!r.rows.rows_adjacent()) copy = r.rows.vectors(r.groups, r.d) ? SyrkCopy::vectors : SyrkCopy::columns;
     }
+  }
+
+  bool operator==(const SyrkKind& o) const {
+    return std::tie(product, tile, copy, tf32, wide) == std::tie(o.product, o.tile, o.copy, o.tf32, o.wide);
+  }
+};
+
+// Calls run(copy, tf32) with the two as types.
+template <class Rows, class Run>
+void with_kinds(const SyrkKind& kind, const Run& run) {
+  with_tf32(kind.tf32, [&](auto tf32) {
+    if constexpr (!Rows::kRowsAdjacent) {
+      if (kind.copy == SyrkCopy::vectors) return run(std::integral_constant<SyrkCopy, SyrkCopy::vectors>{}, tf32);
+      if (kind.copy == SyrkCopy::columns) return run(std::integral_constant<SyrkCopy, SyrkCopy::columns>{}, tf32);
+    }
+    run(std::integral_constant<SyrkCopy, SyrkCopy::rows>{}, tf32);
+  });
+}
+
+// Adds all of the requests, whose factors are different ones, those of one kind together.
+template <class T, class Rows>
+void syrk(const Device& device, const char* name, std::vector<SyrkRequest<Rows>> requests) {
+  constexpr bool kSingle = sizeof(T) == sizeof(float);
+  const int64_t split = cuda_path().split;
+  const auto kind_of = [&](const SyrkRequest<Rows>& r) {
+    const bool wide = kSingle && r.factor.scalar_type() == ScalarType::Double;
+    return SyrkKind(syrk_path(device, name, kSingle, r.d), r, wide);
+  };
+  while (!requests.empty()) {
+    const SyrkKind kind = kind_of(requests.front());
+    std::vector<SyrkRequest<Rows>> own, others;
+    for (const SyrkRequest<Rows>& r : requests) (kind_of(r) == kind ? own : others).push_back(r);
+    requests = others;
+    if (kind.product == CudaPath::Product::scalar) {
+      with_tile<16, 32, 64>(kind.tile, [&](auto tile) {
+        constexpr int BT = decltype(tile)::value;
+        launch_syrk<T, SyrkScalarTile<T, BT>>(device, name, syrk_scalar_kernel<T, BT, Rows>, kind.wide, own, split);
+      });
+      continue;
+    }
+    if constexpr (kSingle) {
+      with_kinds<Rows>(kind, [&](auto copy, auto tf32) {
+        constexpr SyrkCopy kCopy = decltype(copy)::value;
+        constexpr Tf32 kTf32 = decltype(tf32)::value;
+#ifdef ELLA_WARPGROUPS
+        if (kind.product == CudaPath::Product::wgmma) {
+          launch_syrk<T, SyrkWarpgroupTile>(device, name, syrk_warpgroup_kernel<kCopy, kTf32, Rows>, kind.wide, own, split);
+          return;
+        }
 #endif
-    run(path.tile == 32 ? tensor_syrk<32, Rows> : path.tile == 64 ? tensor_syrk<64, Rows> : tensor_syrk<128, Rows>);
+        with_tile<32, 64, 128>(kind.tile, [&](auto tile) {
+          constexpr int BT = decltype(tile)::value;
+          launch_syrk<T, SyrkTensorTile<BT>>(device, name, syrk_tensor_kernel<BT, kCopy, kTf32, Rows>, kind.wide, own, split);
+        });
+      });
+    }
+  }
+}
+
+// Requests that wait for others to join them, until run().
+template <class T, class Rows>
+class SyrkQueue {
+ public:
+  using Number = T;
+
+  SyrkQueue(const Device& device, const char* name) : device_(device), name_(name) {}
+
+  // Sums of one factor are added in the order in which they come.
+  void add(const SyrkRequest<Rows>& request) {
+    settle(request.factor);
+    waiting_.push_back(request);
+  }
+
+  // As run(), where a factor that waits has memory in common with this one.
+  void settle(const Tensor& factor) {
+    const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()); };
+    const auto end = [&](const Tensor& t) { return begin(t) + t.numel() * t.element_size(); };
+    for (const SyrkRequest<Rows>& other : waiting_) {
+      if (begin(other.factor) < end(factor) && begin(factor) < end(other.factor)) return run();
+    }
+  }
+
+  void run() { syrk<T>(device_, name_, std::exchange(waiting_, {})); }
+
+ private:
+  const Device& device_;
+  const char* const name_;
+  std::vector<SyrkRequest<Rows>> waiting_;
+};
+
+#ifndef ELLA_MAX_WIDENED_ELEMENTS
+#define ELLA_MAX_WIDENED_ELEMENTS (1 << 22)
+#endif
+constexpr int64_t kMaxWidened = ELLA_MAX_WIDENED_ELEMENTS;  // copied at a time: 16 MiB of an H100's 50, an A100's 40
+
+// Calls add(some, copied) for the rows x (N, ...) of an accumulation: those of float32 once; those of 16 bits as copies, so few
+// that they stay in the second-level cache until the products, or of `min_count` rows. TF32 holds every 16-bit number, so that
+// one product of tensor cores is exact where float32 takes three.
+template <class Add>
+void for_widened(Tensor x, int64_t min_count, const Add& add) {
+  if (x.scalar_type() == ScalarType::Float) return add(x, false);
+  const int64_t at_once = std::max({kMaxWidened * x.size(0) / x.numel(), min_count, int64_t{1}});
+  for (int64_t first = 0; first < x.size(0); first += at_once) {
+    const Tensor some = torch::stable::narrow(x, 0, first, std::min(at_once, x.size(0) - first));
+    add(torch::stable::to(some, ScalarType::Float), true);
   }
 }
 

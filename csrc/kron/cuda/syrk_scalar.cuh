@@ -61,8 +61,8 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkTas
       for (int e = 0; e < copies; ++e) {
         const int i = t / Shape::kSlabRows + e * (kSyrkThreads / Shape::kSlabRows);
         for (int operand = 0; operand < (diagonal ? 1 : 2); ++operand) {
-          const bool inside = in_rows && (operand ? j0 : i0) + i < d;
           const typename Rows::Column column = columns[operand * BT + i];
+          const bool inside = in_rows && (operand ? j0 : i0) + i < d && rows.inside(row, column);
           const T* const from = rows.address(row, column);
           copy_async(staging + (stage * Shape::kStage + operand * Shape::kOperand + k * Shape::kStride + i), from, inside);
         }
@@ -128,29 +128,30 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkTas
   }
 }
 
-// With one split the factor is updated here, with more each block leaves its tile in a workspace for syrk_finish_kernel.
-//   factor (groups, d, d), parts (splits, groups, tiles, BT, BT) or null
+//   parts: of the launch, see SyrkSum; empty where no sum has several splits
 template <class T, int BT, class Rows>
 __global__ void __launch_bounds__(kSyrkThreads, SyrkScalarTile<T, BT>::kBlocks)
-    syrk_scalar_kernel(Rows rows, SyrkFactor<T> factor, T* parts, int64_t d, int64_t first, int64_t last, int64_t split_rows,
-                       int64_t splits, double alpha) {
+    syrk_scalar_kernel(const __grid_constant__ SyrkSums sums, const __grid_constant__ SyrkRowsOf<Rows> rows_of, T* parts) {
   using Shape = SyrkScalarTile<T, BT>;
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<T> staging = memory.array<T>(Shape::kStaging);
   const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
-  const SyrkTask syrk_task(BT, d, first, last, split_rows, splits);
+  const int own = sums.find(blockIdx.x, &SyrkSum::first_block);
+  const SyrkSum& of = sums.sum[own];
+  const SyrkTask syrk_task(BT, of);
   T sum[4][4];
-  syrk_scalar_tile<T, BT>(rows, syrk_task, d, staging, columns, sum);
+  const Rows rows = rows_of.rows[own];  // among a kernel's arguments each use would read it
+  syrk_scalar_tile<T, BT>(rows, syrk_task, of.d, staging, columns, sum);
   const int t = threadIdx.x, tx = t % Shape::SIDE, ty = t / Shape::SIDE % Shape::SIDE;
   if (t >= Shape::SIDE * Shape::SIDE) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if (parts != nullptr) {
+      if (of.splits > 1) {
         parts[syrk_task.part * (BT * BT) + (4 * ty + i) * BT + 4 * tx + j] = sum[i][j];
       } else {
-        update_factor(factor, syrk_task.g, d, syrk_task.i0 + 4 * ty + i, syrk_task.j0 + 4 * tx + j, alpha, sum[i][j]);
+        update_factor(of, syrk_task.g, syrk_task.i0 + 4 * ty + i, syrk_task.j0 + 4 * tx + j, sum[i][j]);
       }
     }
   }

@@ -61,8 +61,8 @@ class SyrkSlabs {
 #pragma unroll 4
         for (int e = 0; e < BT / kAtOnce; ++e) {
           const int slot = first + e * kAtOnce;
-          const bool inside = k < rows && Shape::column_of_slot(slot) < columns;
           const Column column = columns_[operand * BT + slot];
+          const bool inside = k < rows && Shape::column_of_slot(slot) < columns && rows_.inside(row, column);
           const float* const from = rows_.address(row, column);
           copy_async(staging_ + (to + slot * Shape::kColumnStride), from, inside);
         }
@@ -97,7 +97,7 @@ class SyrkSlabs {
   }
 
  private:
-  const Rows& rows_;
+  const Rows rows_;  // a copy: among a kernel's arguments each use would read it
   const SyrkTask& task_;
   const int64_t d_;
   int64_t r0_;  // the next slab's first row

@@ -44,47 +44,19 @@ struct SyrkTensorTile {
   }
 };
 
-// The 4 x 4 values of rows i.. and columns j.. go to block g of the factor; to one of floats by vectors where all of them and
-// their mirror images are there.
-__device__ __forceinline__ void update_factor_block(const SyrkFactor<float>& total, int64_t g, int64_t d, int64_t i, int64_t j,
-                                                    double wide_alpha, const float (&value)[4][4]) {
-  float* const factor = total.own + g * d * d;
-  const float alpha = static_cast<float>(wide_alpha);
-  if (total.wide == nullptr && i + 4 <= j && j + 4 <= d && d % 4 == 0 && reinterpret_cast<uintptr_t>(factor) % 16 == 0) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      float upper[4], lower[4];
-      load_vector(upper, factor + (i + r) * d + j);
-      load_vector(lower, factor + (j + r) * d + i);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        upper[c] = fma(alpha, value[r][c], upper[c]);
-        lower[c] = fma(alpha, value[c][r], lower[c]);
-      }
-      store_vector(factor + (i + r) * d + j, upper);
-      store_vector(factor + (j + r) * d + i, lower);
-    }
-    return;
-  }
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) update_factor(total, g, d, i + r, j + c, wide_alpha, value[r][c]);
-  }
-}
-
-// With one split the factor is updated here, with more each block leaves its tile in a workspace for syrk_finish_kernel.
-//   factor (groups, d, d), parts (splits, groups, tiles, BT, BT) or null
+//   parts: of the launch, see SyrkSum; empty where no sum has several splits
 template <int BT, SyrkCopy COPY, Tf32 TF32, class Rows>
 __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
-    syrk_tensor_kernel(Rows rows, SyrkFactor<float> factor, float* parts, int64_t d, int64_t first, int64_t last,
-                       int64_t split_rows, int64_t splits, double alpha) {
+    syrk_tensor_kernel(const __grid_constant__ SyrkSums sums, const __grid_constant__ SyrkRowsOf<Rows> rows_of, float* parts) {
   using Shape = SyrkTensorTile<BT>;
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
   const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
-  const SyrkTask syrk_task(BT, d, first, last, split_rows, splits);
-  SyrkSlabs<Shape, COPY, Rows> slabs(rows, syrk_task, d, staging, columns);
+  const int own = sums.find(blockIdx.x, &SyrkSum::first_block);
+  const SyrkSum& of = sums.sum[own];
+  const int64_t d = of.d;
+  const SyrkTask syrk_task(BT, of);
+  SyrkSlabs<Shape, COPY, Rows> slabs(rows_of.rows[own], syrk_task, d, staging, columns);
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
   const int group = warp / (Shape::kDown * Shape::kAcross);
@@ -143,11 +115,16 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
       const int in_j = across + 32 * h + result_column() + 4 * half;
       float block[4][4];
       result_block(sum[h], half, block);
-      if (parts == nullptr) {
-        update_factor_block(factor, syrk_task.g, d, syrk_task.i0 + in_i, syrk_task.j0 + in_j, alpha, block);
-      } else {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) store_vector(parts + syrk_task.part * (BT * BT) + (in_i + r) * BT + in_j, block[r]);
+      for (int r = 0; r < 4; ++r) {
+        if (of.splits > 1) {
+          store_vector(parts + syrk_task.part * (BT * BT) + (in_i + r) * BT + in_j, block[r]);
+          continue;
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          update_factor(of, syrk_task.g, syrk_task.i0 + in_i + r, syrk_task.j0 + in_j + c, block[r][c]);
+        }
       }
     }
   }

@@ -153,12 +153,11 @@ __device__ __forceinline__ void finish_products(float (&chain)[32], float (&sum)
   for (int i = 0; i < 32; ++i) sum[i] += chain[i];
 }
 
-// With one split the factor is updated here, with more each block leaves its tile in a workspace for syrk_finish_kernel.
-//   factor (groups, d, d), parts (splits, groups, tiles, 128, 128) or null
+//   parts: of the launch, see SyrkSum; empty where no sum has several splits
 template <SyrkCopy COPY, Tf32 TF32, class Rows>
 __global__ void __launch_bounds__(kSyrkThreads, 1)
-    syrk_warpgroup_kernel(Rows rows, SyrkFactor<float> factor, float* parts, int64_t d, int64_t first_row, int64_t last_row,
-                          int64_t split_rows, int64_t splits, double alpha) {
+    syrk_warpgroup_kernel(const __grid_constant__ SyrkSums sums, const __grid_constant__ SyrkRowsOf<Rows> rows_of,
+                          float* parts) {
 #if defined(ELLA_SIMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = SyrkWarpgroupTile;
   constexpr int BT = Shape::BT;
@@ -166,8 +165,11 @@ __global__ void __launch_bounds__(kSyrkThreads, 1)
   const SharedArray<float> split = memory.array<float>(2 * Shape::kSplit);  // first: it wants the alignment
   const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
   const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
-  const SyrkTask syrk_task(BT, d, first_row, last_row, split_rows, splits);
-  SyrkSlabs<Shape, COPY, Rows> slabs(rows, syrk_task, d, staging, columns);
+  const int own = sums.find(blockIdx.x, &SyrkSum::first_block);
+  const SyrkSum& of = sums.sum[own];
+  const int64_t d = of.d;
+  const SyrkTask syrk_task(BT, of);
+  SyrkSlabs<Shape, COPY, Rows> slabs(rows_of.rows[own], syrk_task, d, staging, columns);
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0), down = 16 * warp;
   const SharedArray<float> rows_operand = staging + syrk_staged<COPY>(0, down);
@@ -202,26 +204,28 @@ __global__ void __launch_bounds__(kSyrkThreads, 1)
   }
 
   const int lane = threadIdx.x % kWarp;
-  if (parts == nullptr) __syncthreads();  // all are done with the last slab, over which the tile is laid
+  const bool alone = of.splits == 1;
+  if (alone) __syncthreads();  // all are done with the last slab, over which the tile is laid
 #pragma unroll
   for (int v = 0; v < 64; v += 2) {
     const int i = down + lane / 4 + v / 2 % 2 * 8, j = v / 4 * 8 + lane % 4 * 2;
     const float first = sum[v / 32][v % 32], second = sum[v / 32][v % 32 + 1];
-    if (parts == nullptr) {
+    if (alone) {
       staging[i * Shape::kTileStride + j] = first;
       staging[i * Shape::kTileStride + j + 1] = second;
     } else {
       store_pair(parts + syrk_task.part * (BT * BT) + i * BT + j, first, second);
     }
   }
-  if (parts != nullptr) return;
+  if (!alone) return;
   __syncthreads();  // the tile is there for all
-  const int64_t block = syrk_task.g * d * d;
-  if (factor.wide != nullptr) {
-    update_square<BT, kSyrkThreads>(factor.wide + block, d, syrk_task.i0, syrk_task.j0, alpha, staging, Shape::kTileStride);
+  const auto update = [&](auto* factor, auto alpha) {
+    update_square<BT, kSyrkThreads>(factor, d, syrk_task.i0, syrk_task.j0, alpha, staging, Shape::kTileStride);
+  };
+  if (of.wide) {
+    update(of.block<double>(syrk_task.g), of.alpha);
   } else {
-    update_square<BT, kSyrkThreads>(factor.own + block, d, syrk_task.i0, syrk_task.j0, static_cast<float>(alpha), staging,
-                                    Shape::kTileStride);
+    update(of.block<float>(syrk_task.g), static_cast<float>(of.alpha));
   }
 #else
   __trap();  // never launched on other architectures

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda import ops
+from ella_cuda.laplace import column_functions
 from ella_cuda.laplace.call import Call
-from ella_cuda.laplace.column_functions import empty_columns, pieces
 from ella_cuda.laplace.factors import FactorShape, Jacobian
 from ella_cuda.laplace.rows import Patches, Rows, patches_of, planes_of, same_circular_patches, side_padding
 from ella_cuda.laplace.rules.base import Rule, register
@@ -91,15 +91,18 @@ class Conv2dRule(Rule):
             whole = ops.circular_conv2d(gradient.flatten(0, 1), mirrored(kernel))
             whole = call.before.take(whole.unflatten(0, gradient.shape[:2]), slice(None))
             return call.before.hand(whole, call.input_shape)
-        # Channels innermost: convolutions are faster so on the CPU, and pieces keep the copies small.
-        free = gradient.is_cpu and call.before.any_layout
-        layout = torch.contiguous_format if gradient.is_contiguous() and not free else torch.channels_last
-        found = empty_columns(gradient, call.before.shape(call.input_shape), layout)
-        for some, images in pieces(found):
-            at_output = gradient[some, images].flatten(0, 1).contiguous(memory_format=torch.channels_last)
-            piece = self._at_input(at_output, kernel, call).unflatten(0, gradient[some, images].shape[:2])
-            found[some, images] = call.before.take(piece, images)
-        return call.before.hand(found, call.input_shape)
+        # Channels innermost: convolutions are faster so on the CPU, where pieces keep the copies small.
+        parted = column_functions.in_pieces(gradient)
+        layout = (
+            torch.contiguous_format if gradient.is_contiguous() and not call.before.any_layout else torch.channels_last
+        )
+
+        def take(piece: Tensor, images: slice) -> Tensor:
+            flat = piece.flatten(0, 1)
+            flat = flat.contiguous(memory_format=torch.channels_last) if parted else flat
+            return self._at_input(flat, kernel, call).unflatten(0, piece.shape[:2])
+
+        return call.before.back(gradient, take, call.input_shape, layout)
 
     def _at_input(self, gradient: Tensor, kernel: Tensor, call: Call) -> Tensor:
         """``(R, D, H', W') -> (R, C, H, W)``.

@@ -10,7 +10,7 @@
 
 namespace cusim {
 
-enum class Order { forward = 0, reverse = 1, random = 2 };
+enum class Order { forward = 0, reverse = 1, random = 2, none = 3 };  // none runs: launches are counted
 
 struct Schedule {
   Order threads = Order::forward;
@@ -29,11 +29,12 @@ inline void arrange(std::vector<unsigned>& indices, size_t count, Order order) {
   indices.resize(count);
   std::iota(indices.begin(), indices.end(), 0u);
   if (order == Order::reverse) std::reverse(indices.begin(), indices.end());
+  if (order == Order::none) indices.clear();
   if (order == Order::random) std::shuffle(indices.begin(), indices.end(), schedule().random);
 }
 
 inline void poison(void* memory, size_t bytes) {
-  if (bytes) std::memset(memory, 0xFF, bytes);  // NaN in either precision, -1 in integers
+  if (bytes && schedule().blocks != Order::none) std::memset(memory, 0xFF, bytes);  // NaN in either precision, -1 in integers
 }
 
 }  // namespace cusim

@@ -42,7 +42,6 @@ class Device {
   explicit Device(const Tensor&) {}
   // Few, so that the small shapes of the tests take the paths that split work over blocks.
   int64_t multiprocessors() const { return cusim::schedule().multiprocessors; }
-  int64_t cache_bytes() const { return 8192; }  // likewise
   bool warpgroups() const { return cusim::schedule().warpgroups; }
 };
 
@@ -56,6 +55,7 @@ void launch(const Device&, const char* name, void (*kernel)(P...), int64_t block
 
 // Sets every byte of a tensor to zero, in the stream's order.
 inline void clear(const Device&, const char*, const Tensor& tensor) {
+  ++cusim::counts().clears;
   std::memset(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size());
 }
 
@@ -96,9 +96,6 @@ class Device {
   cudaStream_t stream() const { return stream_; }
 
   int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
-
-  // Of the second-level cache.
-  int64_t cache_bytes() const { return attribute(cudaDevAttrL2CacheSize); }
 
   // Whether the device has the instructions of sm_90a, which no other architecture has.
   bool warpgroups() const {

@@ -124,7 +124,7 @@ def test_gradients_equal_the_dense_layers(shape, dtype, device):
 
 
 def test_an_intermediate_larger_than_the_cache(device):
-    """As large as CUDA kernels never store it, in float32."""
+    """Which CUDA kernels compute in parts."""
     if device.type != "cuda":
         pytest.skip("one way for all sizes there")
     shape = (512, 300, 310, 3, 2)

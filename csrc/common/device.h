@@ -4,6 +4,7 @@
 // tensor_core.h and warpgroup.h; a kernel source contains no <<<>>>, no inline assembly and no bare `extern __shared__`.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "common/stable.h"
@@ -43,6 +44,11 @@ class Device {
   // Few, so that the small shapes of the tests take the paths that split work over blocks.
   int64_t multiprocessors() const { return cusim::schedule().multiprocessors; }
   bool warpgroups() const { return cusim::schedule().warpgroups; }
+  // Several in turn, so that tests share rows of tickets, have rows of their own and find none left.
+  std::array<unsigned long long, 3> order() const {
+    static unsigned long long calls = 0;
+    return {calls++ % 5, 0, 0};
+  }
 };
 
 template <class... P, class... A>
@@ -94,6 +100,15 @@ class Device {
   }
 
   cudaStream_t stream() const { return stream_; }
+
+  // What kernels have in common that run one after another: their stream, and the CUDA graph that it records, if any.
+  std::array<unsigned long long, 3> order() const {
+    unsigned long long stream = 0, graph = 0;
+    cudaStreamCaptureStatus status;
+    check_cuda(cudaStreamGetId(stream_, &stream), "stream");
+    check_cuda(cudaStreamGetCaptureInfo(stream_, &status, &graph), "stream capture");
+    return {stream, static_cast<unsigned long long>(status), graph};
+  }
 
   int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
 

@@ -27,6 +27,7 @@
 #include "cuda/block_roles.cuh"
 #include "cuda/slab_pipeline.cuh"
 #include "cuda/tensor_fragments.cuh"
+#include "cuda/tickets.cuh"
 
 namespace ella {
 
@@ -126,10 +127,12 @@ class ProductSlabs {
   const float* from_;
 };
 
+constexpr int kProductTickets = 512;  // in a row, for all products of a launch
+
 // Block: (split of the depth, column tile, row tile, p), split fastest.
 //   a (batches, rows, depth), b (batches, columns, depth), row_bias (rows) or null, column_bias (columns) or null
 //   out: element (p, i, j) at out + p * out_batch + i * out_row + j; `vectors`: four j's at a time may be written
-//   parts (tiles, splits, 8, threads, 4) and tickets (tiles), zero at first, where there is more than one split
+//   parts (tiles, splits, 8, threads, 4) and tickets (tiles), where there is more than one split
 struct ProductWork {
   ProductOperand a, b;
   const float *row_bias, *column_bias;
@@ -140,7 +143,7 @@ struct ProductWork {
   Blocks blocks;
   int splits = 1;  // at most one for each slab
   float* parts = nullptr;
-  unsigned* tickets = nullptr;
+  Tickets<kProductTickets> tickets{};
 };
 
 // What a block computes: a split of a tile, which begins at row i0 and column j0 of batch p.
@@ -168,7 +171,7 @@ __device__ __forceinline__ bool add_splits(const ProductWork& work, const Produc
     for (int v = 0; v < 8; ++v) store_vector(own + v * kVector, flat[v]);
   }
   __syncthreads();  // thread 0 tells of what all threads have left
-  if (!last_block(work.tickets + place.tile, flag, work.splits)) return false;
+  if (!last_block(work.tickets[place.tile], flag, work.splits)) return false;
   if (!inside) return true;
   const float* from = parts;
 #pragma unroll
@@ -322,9 +325,8 @@ ProductWork product_work(const ProductSizes& s, const ProductSource& a, const Pr
 constexpr int64_t kLongestSum = 4096;
 
 // How many blocks split the slabs of each of `tiles` tiles, in units of the time of a slab that waits for its predecessor. Two
-// blocks of a multiprocessor fit beside each other without waiting longer. The workspace, its clearing and the tickets take as
-// long as seven slabs, and each split as 0.8: fitted to times of layers with 64 slabs on an H200. A larger number has to save a
-// tenth.
+// blocks of a multiprocessor fit beside each other without waiting longer. The workspace and the tickets take as long as seven
+// slabs, and each split as 0.8: fitted to times of layers with 64 slabs on an H200. A larger number has to save a tenth.
 inline int64_t product_splits(int64_t tiles, int64_t slabs, int64_t multiprocessors) {
   const auto time = [&](int64_t splits) {
     const double all = static_cast<double>(tiles * slabs) / static_cast<double>(2 * multiprocessors);
@@ -360,19 +362,18 @@ class ProductSplits {
     }
     if (tiles == 0) return;
     parts_ = device_empty(like, {splits, ProductTile::kPart});
-    tickets_ = device_empty(like, {tiles}, ScalarType::Int);
-    clear(device, name, *tickets_);
+    Tickets<kProductTickets> tickets = take_tickets<kProductTickets>(device, name, like, tiles, own_tickets_);
     float* parts = parts_->mutable_data_ptr<float>();
-    unsigned* tickets = static_cast<unsigned*>(tickets_->mutable_data_ptr());
     for (ProductWork* const work : products) {
       if (work->splits == 1) continue;
       work->parts = parts, work->tickets = tickets;
-      parts += work->blocks.count * ProductTile::kPart, tickets += work->blocks.count / work->splits;
+      parts += work->blocks.count * ProductTile::kPart;
+      tickets.first += static_cast<int>(work->blocks.count / work->splits);
     }
   }
 
  private:
-  std::optional<Tensor> parts_, tickets_;
+  std::optional<Tensor> parts_, own_tickets_;
 };
 
 }  // namespace ella

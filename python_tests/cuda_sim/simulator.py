@@ -34,6 +34,7 @@ LIMITS = {
     "WIDENED_ELEMENTS": 300,  # of 16-bit numbers that are copied to float32 at a time
     "LAG_ELEMENTS": 20000,  # of sums by lags in the workspace, if blocks are enough then
     "INTERMEDIATE": 3000,  # numbers of F-FC's intermediate at a time
+    "TICKET_ROWS": 3,  # of tickets, beside five orders of kernels
     "ACTIVATIONS": 6000,  # of a bank's activations, or slopes, at a time
 }
 FLAGS = [
@@ -205,9 +206,8 @@ class Simulator:
         warpgroups: bool = False,
         runs: bool = True,
     ) -> None:
-        """Orders "forward", "reverse" or "random"; `multiprocessors` and `warpgroups` are what launchers are told about
-        the device: how many it has, and whether it has the asynchronous products of compute capability 9.0. Unless `runs`
-        launches are counted alone."""
+        """Orders "forward", "reverse" or "random"; `multiprocessors` and `warpgroups` are what launchers are told about the
+        device: how many, and asynchronous products of compute capability 9.0 or none. Unless `runs` launches are counted alone."""
         self._set(ORDERS[threads], ORDERS[blocks], multiprocessors, seed, warpgroups, runs)
 
     @contextmanager

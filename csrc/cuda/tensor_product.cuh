@@ -201,28 +201,38 @@ struct WarpPlace {
   }
 };
 
+// What changes a fragment of b before it is multiplied, given the depth and line of its first value: nothing here.
+struct Unchanged {
+  __device__ __forceinline__ void operator()(Fragment&, int, int) const {}
+};
+
 // sum += the products of batch p of both operands over depths begin .. end, of the warp's part of the tile from row i0 and
 // column j0 on; for all threads of a block, of which those without results (not `wanted`) copy alone. The threads may still
 // read `staging`, of kStages stages, when it returns.
-template <Major A, Major B, Tf32 TF32>
+template <Major A, Major B, Tf32 TF32, class Change = Unchanged>
 __device__ __forceinline__ void add_tile(const ProductOperand& a, const ProductOperand& b, int p, int i0, int j0, int rows,
                                          int columns, int begin, int end, const WarpPlace& warp, bool wanted,
-                                         SharedArray<float> staging, Results& sum) {
+                                         SharedArray<float> staging, Results& sum, const Change& change = {}) {
   using Shape = ProductTile;
   ProductSlabs<A, A != B && A == Major::mn> a_slabs(a, p, i0, rows, begin, end, staging);
   ProductSlabs<B, A != B && B == Major::mn> b_slabs(b, p, j0, columns, begin, end, staging + Shape::kOperand);
   const auto start = [&](int stage) { a_slabs.start(stage), b_slabs.start(stage); };
+  int depth = begin;
   multiply_slabs<Shape::kStages>(ceil_div(end - begin, Shape::kDepth), start, [&](int stage) {
     if (!wanted) return;
     const SharedArray<float> operands = staging + stage * Shape::kStage;
-    const Tf32Fragment<TF32> right(read_fragment<Shape, B == Major::k>(operands + Shape::kOperand, 0, warp.in_b));
+    Fragment b_values = read_fragment<Shape, B == Major::k>(operands + Shape::kOperand, 0, warp.in_b);
+    change(b_values, depth, j0 + warp.in_b);
+    depth += Shape::kDepth;
+    const Tf32Fragment<TF32> right(b_values);
     const Tf32Fragment<TF32> left(read_fragment<Shape, A == Major::k>(operands, 0, warp.in_a));
     add_product(sum, left, right);
   });
 }
 
-template <Major A, Major B, Tf32 TF32>
-__device__ __forceinline__ void product_block(const ProductWork& work, int block, SharedMemory memory) {
+template <Major A, Major B, Tf32 TF32, class Change = Unchanged>
+__device__ __forceinline__ void product_block(const ProductWork& work, int block, SharedMemory memory,
+                                              const Change& change = {}) {
   using Shape = ProductTile;
   const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
   const SharedArray<unsigned> flag = memory.array<unsigned>(1);
@@ -235,7 +245,8 @@ __device__ __forceinline__ void product_block(const ProductWork& work, int block
   const int in_a = warp.in_a, in_b = warp.in_b;
   const bool wanted = at.i0 + in_a < work.rows && at.j0 + in_b < work.columns;  // the same for all lanes
   Results sum = {};
-  add_tile<A, B, TF32>(work.a, work.b, at.p, at.i0, at.j0, work.rows, work.columns, begin, end, warp, wanted, staging, sum);
+  add_tile<A, B, TF32>(work.a, work.b, at.p, at.i0, at.j0, work.rows, work.columns, begin, end, warp, wanted, staging, sum,
+                       change);
 
   // From a copy of the number that the compiler does not know to be one: to keep the place takes registers that the loop needs.
   const ProductPlace place(work, __shfl_sync(kFullWarp, block, 0));

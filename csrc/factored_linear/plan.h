@@ -19,18 +19,19 @@ enum class FactoredLinearWay {
 // The weights multiplied out are no larger than apart where X or Y is 1, and take fewer operations. On the CPU they pay from
 // this many elements of the intermediate on: below, a dozen calls of torch take as long as the op.
 constexpr int64_t kMultipliedOutFrom = 1 << 19;
-// On CUDA from this many bytes of the intermediate on, an estimate from counts: forward and backward are 4 launches of the op
-// and move the intermediate 7 times (z written and read forward; z and dz written, z read once and dz twice backward).
-// Multiplied out they are about 20 launches of torch and move nothing of its size. At 2.5 us for each of the 16 launches more
-// and 3 TB/s for the intermediate, both take as long at 40 us * 3 TB/s / 7 = 17 MB.
+// On CUDA torch multiplies out from this many bytes of the intermediate on, an estimate from counts: forward and backward are 4
+// launches of the op and move the intermediate 7 times (z written and read forward; z and dz written, z read once and dz twice
+// backward). Multiplied out they are about 20 launches of torch and move nothing of its size. At 2.5 us for each of the 16
+// launches more and 3 TB/s for the intermediate, both take as long at 40 us * 3 TB/s / 7 = 17 MB.
 constexpr int64_t kMultipliedOutFromBytesOnCuda = 1 << 24;
 
-// Whether the Python function multiplies the weights out by torch in eager mode, and calls no op. On the CPU the op itself
-// multiplies out where Y is 1.
+// Whether the Python function multiplies the weights out by torch in eager mode, and calls no op. Where Y is 1 the op itself
+// multiplies out, on CUDA in float32.
 inline bool factored_linear_by_torch(const FactoredLinearSizes& s, int64_t element_size, bool cuda) {
+  const bool by_op = s.Y == 1 && (!cuda || element_size == sizeof(float));
+  if (by_op || (s.X != 1 && s.Y != 1)) return false;
   const int64_t intermediate = s.N * s.D * s.C;
-  if (cuda) return (s.X == 1 || s.Y == 1) && intermediate * element_size >= kMultipliedOutFromBytesOnCuda;
-  return s.X == 1 && s.Y != 1 && intermediate >= kMultipliedOutFrom;
+  return cuda ? intermediate * element_size >= kMultipliedOutFromBytesOnCuda : intermediate >= kMultipliedOutFrom;
 }
 
 // What the CPU op does.
@@ -42,8 +43,8 @@ inline FactoredLinearWay factored_linear_on_cpu(const FactoredLinearSizes& s) {
 // What the CUDA op does. `largest_axis`: up to which products on tensor cores count in 32 bits.
 inline FactoredLinearWay factored_linear_on_cuda(const FactoredLinearSizes& s, ScalarType type, int64_t largest_axis) {
   const bool ordinary = type == ScalarType::Double || cuda_path().product == CudaPath::Product::scalar;
-  const bool countable = std::max({s.N, s.C, s.D, s.X, s.Y}) <= largest_axis;
-  return ordinary || !countable ? FactoredLinearWay::library : FactoredLinearWay::stored;
+  if (ordinary || std::max({s.N, s.C * s.X, s.D, s.Y}) > largest_axis) return FactoredLinearWay::library;
+  return s.Y == 1 && s.C * s.X > 0 ? FactoredLinearWay::multiplied_out : FactoredLinearWay::stored;
 }
 
 // Whether the forward pass keeps z, of so many elements as stored, for the backward pass, which would otherwise compute z

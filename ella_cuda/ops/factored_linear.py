@@ -50,9 +50,9 @@ def factored_linear(
     or six channels (float32 with AVX-512; fewer inputs and channels otherwise).
 
     Where X or Y is 1, the weights multiplied out are no larger than they are apart, and take fewer operations: there, from
-    N D C = 2^19 on (on CUDA from 16 MiB of the intermediate on), the map is one matrix product with them, in which V U may overflow
-    where V (U x) does not; by torch, whose settings (TF32 on CUDA, if allowed) apply, in eager mode on CUDA, and on the CPU where Y
-    is not 1.
+    N D C = 2^19 on (on CUDA from 16 MiB of the intermediate on, in float32 with Y = 1 always), the map is one matrix product with
+    them, in which V U may overflow where V (U x) does not. Where Y is not 1, and in float64 on CUDA, it is torch's, in eager mode,
+    whose settings (TF32 on CUDA, if allowed) apply.
 
     Args:
         x: ``(N, C, X)``, N inputs of C channels on X positions.

@@ -1,4 +1,4 @@
-// What the ways to compute F-FC on CUDA are given: stored.cuh in float32, library.cuh in float64.
+// What the ways to compute F-FC on CUDA are given: stored.cuh and one_output.cuh in float32, library.cuh in float64.
 #pragma once
 
 #include <algorithm>

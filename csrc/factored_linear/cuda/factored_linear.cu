@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include "factored_linear/cuda/library.cuh"
+#include "factored_linear/cuda/one_output.cuh"
 #include "factored_linear/cuda/stored.cuh"
 #include "factored_linear/plan.h"
 
@@ -20,8 +21,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
   const Device device(x);
   const FactoredLinearArguments args{x, weight_in, weight_out, bias_in, s, tf32};
   const Tensor none = device_empty(x, {0});
-  if (way_of(s, x) == FactoredLinearWay::library) return {library::forward(args, bias_out), none};
+  const FactoredLinearWay way = way_of(s, x);
+  if (way == FactoredLinearWay::library) return {library::forward(args, bias_out), none};
   const Tensor y = device_empty(x, {s.N, s.D, s.Y});
+  if (way == FactoredLinearWay::multiplied_out) {
+    one_output::forward(device, args, bias_out, y);
+    return {y, none};
+  }
   const std::optional<Tensor> z = stored::forward(device, args, bias_out, y);
   return {y, keep && z && factored_linear_keeps(s, z->numel()) ? *z : none};
 }
@@ -57,10 +63,15 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
                              make(wanted.weight_out, {s.D, s.C, s.Y}),
                              make(wanted.bias_in, {s.D}),
                              make(wanted.bias_out, {s.Y})};
-  if (way_of(s, x) == FactoredLinearWay::library) {
-    library::backward(grad, args, to);
-  } else {
-    stored::backward(device, grad, args, to, kept ? intermediate : nullptr);
+  switch (way_of(s, x)) {
+    case FactoredLinearWay::library:
+      library::backward(grad, args, to);
+      break;
+    case FactoredLinearWay::multiplied_out:
+      one_output::backward(device, grad, args, to);
+      break;
+    default:
+      stored::backward(device, grad, args, to, kept ? intermediate : nullptr);
   }
   return {to.x, to.weight_in, to.weight_out, to.bias_in, to.bias_out};
 }

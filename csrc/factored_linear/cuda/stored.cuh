@@ -166,7 +166,7 @@ inline void backward(const Device& device, const Tensor& grad, const FactoredLin
     }
     if (to.wanted.x) second.apply = arrays.dx(*dz, own(to.x));
     if (to.wanted.weight_in) second.d_weight_in = arrays.d_weight_in(*dz, own(to.weight_in));
-    if (c == 0) sums = plan_biases(grad, args.weight_out, to, first.sum_images, second.biases);
+    if (c == 0) sums = plan_biases(grad, args.weight_out, to, false, first.sum_images, second.biases);
     const ProductSplits splits(device, "factored_linear (splits)", grad,
                                {&first.z, &first.dz, &second.apply, &second.d_weight_in, &second.d_weight_out});
     launch_intermediates(device, first, args.tf32);

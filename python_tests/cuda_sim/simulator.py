@@ -33,6 +33,7 @@ LIMITS = {
     "ELEMENTS": 8000,  # of other images at a time, or one of them with its border
     "WIDENED_ELEMENTS": 300,  # of 16-bit numbers that are copied to float32 at a time
     "LAG_ELEMENTS": 20000,  # of sums by lags in the workspace, if blocks are enough then
+    "MATRIX": 1000,  # values of a matrix of Gaussians at a time
     "INTERMEDIATE": 3000,  # numbers of F-FC's intermediate at a time
     "TICKET_ROWS": 3,  # of tickets, beside five orders of kernels
     "ACTIVATIONS": 6000,  # of a bank's activations, or slopes, at a time

@@ -18,7 +18,6 @@ def cuda_path(**choices: str | int) -> Iterator[None]:
     Args:
         choices: by key; the launchers choose where a key is not named.
             ``product``: "scalar" (ordinary instructions), "mma" (tensor cores by warp) or "wgmma" (by warpgroup, compute capability 9.0).
-            ``intermediate``: "stored" or "fused", whether :func:`~ella_cuda.ops.factored_linear`'s intermediate goes through device memory.
             ``split``: blocks that share a sum (split-K), from 1 on.
             ``tile``: rows and columns of a block's results.
             ``lags``: "yes" or "no", whether :func:`~ella_cuda.ops.conv_kron_accumulate_` sums products of images at each distance

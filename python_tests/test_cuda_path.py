@@ -9,8 +9,8 @@ from ella_cuda.cuda_path import cuda_path
 
 def test_the_path_holds_within_the_context():
     with cuda_path(product="mma", split=4):
-        with cuda_path(tile=64, lags="no", intermediate="fused"):
-            assert _C.cuda_path() == "tile=64,lags=no,intermediate=fused"
+        with cuda_path(tile=64, lags="no", product="wgmma"):
+            assert _C.cuda_path() == "tile=64,lags=no,product=wgmma"
         assert _C.cuda_path() == "product=mma,split=4"
     assert _C.cuda_path() == ""
 
@@ -19,12 +19,12 @@ def test_the_path_holds_within_the_context():
     ("choices", "message"),
     [
         ({"product": "dot"}, "product must be one of scalar, mma, wgmma, got 'dot'"),
-        ({"intermediate": ""}, "intermediate must be one of stored, fused, got ''"),
+        ({"product": ""}, "product must be one of scalar, mma, wgmma, got ''"),
         ({"lags": 1}, "lags must be one of yes, no, got '1'"),
         ({"split": 0}, "split must be a whole number from 1 on, got '0'"),
         ({"tile": "-64"}, "tile must be a whole number from 1 on, got '-64'"),
         ({"split": 1 << 40}, "split must be a whole number"),
-        ({"depth": 3}, "a key of product, intermediate, split, tile, lags, .* got 'depth=3'"),
+        ({"depth": 3}, "a key of product, split, tile, lags, .* got 'depth=3'"),
     ],
 )
 def test_what_there_is_not_is_refused_and_changes_nothing(choices, message):

@@ -30,7 +30,7 @@ PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "TF32": torch.
 TF32_ERROR = 2.0**-9
 TF32_OPS = ("factored_linear", "kron_accumulate_", "conv_kron_accumulate_")
 PATHS = ["automatic", "product=wgmma", "product=mma", "product=scalar", "split=1", "split=4", "split=8", "split=16"]
-PATHS += ["intermediate=stored", "intermediate=fused", "tile=32", "tile=64", "tile=128"]
+PATHS += ["tile=32", "tile=64", "tile=128"]
 PATHS += ["product=mma,tile=128"]  # beside wgmma, which has no other tile
 REFUSED = "ELLA_CUDA_PATH: "  # is in the message of an op that has no such path
 MAX_SETS, CALLS = 400, 20  # of inputs in rotation; calls in a graph at the least

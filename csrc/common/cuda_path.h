@@ -3,7 +3,6 @@
 //
 // A path is a list of KEY=VALUE, separated by commas; a key that is not named is the launcher's choice:
 //   product=scalar|mma|wgmma       what multiplies: ordinary instructions, tensor cores by warp, by warpgroup
-//   intermediate=stored|fused      whether factored_linear's intermediate goes through device memory
 //   split=N                        blocks that share a sum (split-K), from 1 on
 //   tile=N                         rows and columns of a block's results, where the kernel has such tiles
 //   lags=yes|no                    whether conv_kron_accumulate_ sums products of images at each distance once:
@@ -29,7 +28,6 @@ struct CudaPath {
   enum class Choice { automatic, yes, no };
 
   Product product = Product::automatic;
-  Choice stored = Choice::automatic;
   Choice lags = Choice::automatic;
   int64_t split = 0;  // 0: automatic, as for tile
   int64_t tile = 0;
@@ -67,8 +65,6 @@ inline CudaPath parse_cuda_path(const std::string& text) {
     if (key == "product") {
       one_of(std::array<const char*, 3>{"scalar", "mma", "wgmma"},
              std::array<Product, 3>{Product::scalar, Product::mma, Product::wgmma}, path.product);
-    } else if (key == "intermediate") {
-      one_of(std::array<const char*, 2>{"stored", "fused"}, choices, path.stored);
     } else if (key == "lags") {
       one_of(std::array<const char*, 2>{"yes", "no"}, choices, path.lags);
     } else if (key == "split") {
@@ -77,7 +73,7 @@ inline CudaPath parse_cuda_path(const std::string& text) {
       count(path.tile);
     } else {
       fail(
-          "ELLA_CUDA_PATH: expected KEY=VALUE with a key of product, intermediate, split, tile, lags, separated by commas, got "
+          "ELLA_CUDA_PATH: expected KEY=VALUE with a key of product, split, tile, lags, separated by commas, got "
           "'",
           item, "'");
     }

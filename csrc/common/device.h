@@ -4,6 +4,7 @@
 // tensor_core.h and warpgroup.h; a kernel source contains no <<<>>>, no inline assembly and no bare `extern __shared__`.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "common/stable.h"
@@ -42,8 +43,12 @@ class Device {
   explicit Device(const Tensor&) {}
   // Few, so that the small shapes of the tests take the paths that split work over blocks.
   int64_t multiprocessors() const { return cusim::schedule().multiprocessors; }
-  int64_t cache_bytes() const { return 8192; }  // likewise
   bool warpgroups() const { return cusim::schedule().warpgroups; }
+  // Several in turn, so that tests share rows of tickets, have rows of their own and find none left.
+  std::array<unsigned long long, 3> order() const {
+    static unsigned long long calls = 0;
+    return {calls++ % 5, 0, 0};
+  }
 };
 
 template <class... P, class... A>
@@ -56,6 +61,7 @@ void launch(const Device&, const char* name, void (*kernel)(P...), int64_t block
 
 // Sets every byte of a tensor to zero, in the stream's order.
 inline void clear(const Device&, const char*, const Tensor& tensor) {
+  ++cusim::counts().clears;
   std::memset(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size());
 }
 
@@ -95,10 +101,16 @@ class Device {
 
   cudaStream_t stream() const { return stream_; }
 
-  int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+  // What kernels have in common that run one after another: their stream, and the CUDA graph that it records, if any.
+  std::array<unsigned long long, 3> order() const {
+    unsigned long long stream = 0, graph = 0;
+    cudaStreamCaptureStatus status;
+    check_cuda(cudaStreamGetId(stream_, &stream), "stream");
+    check_cuda(cudaStreamGetCaptureInfo(stream_, &status, &graph), "stream capture");
+    return {stream, static_cast<unsigned long long>(status), graph};
+  }
 
-  // Of the second-level cache.
-  int64_t cache_bytes() const { return attribute(cudaDevAttrL2CacheSize); }
+  int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
 
   // Whether the device has the instructions of sm_90a, which no other architecture has.
   bool warpgroups() const {

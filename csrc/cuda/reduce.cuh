@@ -49,11 +49,11 @@ __device__ __forceinline__ T block_reduce(T value, SharedArray<T> scratch, Opera
 // Whether this is the last of so many blocks to come here: what thread 0 of every other block wrote to global memory before
 // (with a barrier before the call, what all of its threads wrote) is then seen by all threads of this one. Which block is last
 // depends on the run; what it computes from what all have left, in an order of its own, does not. `ticket` counts the blocks
-// from zero, `flag` holds one value.
+// from zero, and is zero again after the last (tickets.cuh); `flag` holds one value.
 __device__ __forceinline__ bool last_block(unsigned* ticket, SharedArray<unsigned> flag, unsigned blocks) {
   if (threadIdx.x == 0) {
     __threadfence();
-    flag[0] = atomicAdd(ticket, 1u) == blocks - 1 ? 1u : 0u;
+    flag[0] = atomicInc(ticket, blocks - 1) == blocks - 1 ? 1u : 0u;
   }
   __syncthreads();
   const bool last = static_cast<unsigned>(flag[0]) != 0;
@@ -72,18 +72,5 @@ __global__ void __launch_bounds__(256)
   for (int64_t s = 1; s < splits; ++s) total += parts[s * count + i];
   out[i] = total;
 }
-
-// out[0] = sum of parts (count), by one block; sums in double whatever the result's type.
-template <class T>
-__global__ void __launch_bounds__(256) sum_all_kernel(const double* __restrict__ parts, T* __restrict__ out, int64_t count) {
-  ELLA_SHARED_MEMORY(memory);
-  const SharedArray<double> scratch = memory.array<double>(256 / kWarp);
-  double total = 0;
-  for (int64_t i = threadIdx.x; i < count; i += 256) total += parts[i];
-  total = block_reduce(total, scratch, Sum{});
-  if (threadIdx.x == 0) *out = static_cast<T>(total);
-}
-
-constexpr size_t kSumAllShared = shared_size(256 / kWarp * sizeof(double));
 
 }  // namespace ella

@@ -27,6 +27,7 @@
 #include "cuda/block_roles.cuh"
 #include "cuda/slab_pipeline.cuh"
 #include "cuda/tensor_fragments.cuh"
+#include "cuda/tickets.cuh"
 
 namespace ella {
 
@@ -126,10 +127,12 @@ class ProductSlabs {
   const float* from_;
 };
 
+constexpr int kProductTickets = 512;  // in a row, for all products of a launch
+
 // Block: (split of the depth, column tile, row tile, p), split fastest.
 //   a (batches, rows, depth), b (batches, columns, depth), row_bias (rows) or null, column_bias (columns) or null
 //   out: element (p, i, j) at out + p * out_batch + i * out_row + j; `vectors`: four j's at a time may be written
-//   parts (tiles, splits, 8, threads, 4) and tickets (tiles), zero at first, where there is more than one split
+//   parts (tiles, splits, 8, threads, 4) and tickets (tiles), where there is more than one split
 struct ProductWork {
   ProductOperand a, b;
   const float *row_bias, *column_bias;
@@ -140,7 +143,7 @@ struct ProductWork {
   Blocks blocks;
   int splits = 1;  // at most one for each slab
   float* parts = nullptr;
-  unsigned* tickets = nullptr;
+  Tickets<kProductTickets> tickets{};
 };
 
 // What a block computes: a split of a tile, which begins at row i0 and column j0 of batch p.
@@ -168,7 +171,7 @@ __device__ __forceinline__ bool add_splits(const ProductWork& work, const Produc
     for (int v = 0; v < 8; ++v) store_vector(own + v * kVector, flat[v]);
   }
   __syncthreads();  // thread 0 tells of what all threads have left
-  if (!last_block(work.tickets + place.tile, flag, work.splits)) return false;
+  if (!last_block(work.tickets[place.tile], flag, work.splits)) return false;
   if (!inside) return true;
   const float* from = parts;
 #pragma unroll
@@ -198,28 +201,38 @@ struct WarpPlace {
   }
 };
 
+// What changes a fragment of b before it is multiplied, given the depth and line of its first value: nothing here.
+struct Unchanged {
+  __device__ __forceinline__ void operator()(Fragment&, int, int) const {}
+};
+
 // sum += the products of batch p of both operands over depths begin .. end, of the warp's part of the tile from row i0 and
 // column j0 on; for all threads of a block, of which those without results (not `wanted`) copy alone. The threads may still
 // read `staging`, of kStages stages, when it returns.
-template <Major A, Major B, Tf32 TF32>
+template <Major A, Major B, Tf32 TF32, class Change = Unchanged>
 __device__ __forceinline__ void add_tile(const ProductOperand& a, const ProductOperand& b, int p, int i0, int j0, int rows,
                                          int columns, int begin, int end, const WarpPlace& warp, bool wanted,
-                                         SharedArray<float> staging, Results& sum) {
+                                         SharedArray<float> staging, Results& sum, const Change& change = {}) {
   using Shape = ProductTile;
   ProductSlabs<A, A != B && A == Major::mn> a_slabs(a, p, i0, rows, begin, end, staging);
   ProductSlabs<B, A != B && B == Major::mn> b_slabs(b, p, j0, columns, begin, end, staging + Shape::kOperand);
   const auto start = [&](int stage) { a_slabs.start(stage), b_slabs.start(stage); };
+  int depth = begin;
   multiply_slabs<Shape::kStages>(ceil_div(end - begin, Shape::kDepth), start, [&](int stage) {
     if (!wanted) return;
     const SharedArray<float> operands = staging + stage * Shape::kStage;
-    const Tf32Fragment<TF32> right(read_fragment<Shape, B == Major::k>(operands + Shape::kOperand, 0, warp.in_b));
+    Fragment b_values = read_fragment<Shape, B == Major::k>(operands + Shape::kOperand, 0, warp.in_b);
+    change(b_values, depth, j0 + warp.in_b);
+    depth += Shape::kDepth;
+    const Tf32Fragment<TF32> right(b_values);
     const Tf32Fragment<TF32> left(read_fragment<Shape, A == Major::k>(operands, 0, warp.in_a));
     add_product(sum, left, right);
   });
 }
 
-template <Major A, Major B, Tf32 TF32>
-__device__ __forceinline__ void product_block(const ProductWork& work, int block, SharedMemory memory) {
+template <Major A, Major B, Tf32 TF32, class Change = Unchanged>
+__device__ __forceinline__ void product_block(const ProductWork& work, int block, SharedMemory memory,
+                                              const Change& change = {}) {
   using Shape = ProductTile;
   const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
   const SharedArray<unsigned> flag = memory.array<unsigned>(1);
@@ -232,7 +245,8 @@ __device__ __forceinline__ void product_block(const ProductWork& work, int block
   const int in_a = warp.in_a, in_b = warp.in_b;
   const bool wanted = at.i0 + in_a < work.rows && at.j0 + in_b < work.columns;  // the same for all lanes
   Results sum = {};
-  add_tile<A, B, TF32>(work.a, work.b, at.p, at.i0, at.j0, work.rows, work.columns, begin, end, warp, wanted, staging, sum);
+  add_tile<A, B, TF32>(work.a, work.b, at.p, at.i0, at.j0, work.rows, work.columns, begin, end, warp, wanted, staging, sum,
+                       change);
 
   // From a copy of the number that the compiler does not know to be one: to keep the place takes registers that the loop needs.
   const ProductPlace place(work, __shfl_sync(kFullWarp, block, 0));
@@ -322,9 +336,8 @@ ProductWork product_work(const ProductSizes& s, const ProductSource& a, const Pr
 constexpr int64_t kLongestSum = 4096;
 
 // How many blocks split the slabs of each of `tiles` tiles, in units of the time of a slab that waits for its predecessor. Two
-// blocks of a multiprocessor fit beside each other without waiting longer. The workspace, its clearing and the tickets take as
-// long as seven slabs, and each split as 0.8: fitted to times of layers with 64 slabs on an H200. A larger number has to save a
-// tenth.
+// blocks of a multiprocessor fit beside each other without waiting longer. The workspace and the tickets take as long as seven
+// slabs, and each split as 0.8: fitted to times of layers with 64 slabs on an H200. A larger number has to save a tenth.
 inline int64_t product_splits(int64_t tiles, int64_t slabs, int64_t multiprocessors) {
   const auto time = [&](int64_t splits) {
     const double all = static_cast<double>(tiles * slabs) / static_cast<double>(2 * multiprocessors);
@@ -360,19 +373,18 @@ class ProductSplits {
     }
     if (tiles == 0) return;
     parts_ = device_empty(like, {splits, ProductTile::kPart});
-    tickets_ = device_empty(like, {tiles}, ScalarType::Int);
-    clear(device, name, *tickets_);
+    Tickets<kProductTickets> tickets = take_tickets<kProductTickets>(device, name, like, tiles, own_tickets_);
     float* parts = parts_->mutable_data_ptr<float>();
-    unsigned* tickets = static_cast<unsigned*>(tickets_->mutable_data_ptr());
     for (ProductWork* const work : products) {
       if (work->splits == 1) continue;
       work->parts = parts, work->tickets = tickets;
-      parts += work->blocks.count * ProductTile::kPart, tickets += work->blocks.count / work->splits;
+      parts += work->blocks.count * ProductTile::kPart;
+      tickets.first += static_cast<int>(work->blocks.count / work->splits);
     }
   }
 
  private:
-  std::optional<Tensor> parts_, tickets_;
+  std::optional<Tensor> parts_, own_tickets_;
 };
 
 }  // namespace ella

@@ -65,10 +65,11 @@ def basis_project(
 
     .. math:: \tilde x_a = \sum_x \Psi_{ax}\, x_x
 
-    The exponential kind evaluates the matrix tile by tile while it multiplies and stores neither it nor its derivatives, up to
-    second order; from the third order on (and for forward over forward) plain torch is used, which does. The interpolating kind
-    builds the matrix, whose solve needs float64 whatever x's dtype: solving for the projected signals instead would multiply
-    their rounding by the condition number. Equivalent to :func:`basis_project_torch`.
+    The exponential kind evaluates the matrix tile by tile while it multiplies (on CUDA 2^23 values of it, or an anchor's, at a time,
+    for torch's product, in TF32 where allowed) and stores neither it nor its derivatives, up to second order; from the third order
+    on (and for forward over forward) plain torch is used, which does. The interpolating kind builds the matrix, whose solve needs
+    float64 whatever x's dtype: solving for the projected signals instead would multiply their rounding by the condition number.
+    Equivalent to :func:`basis_project_torch`.
 
     Args:
         x: ``(..., X)``, float32 or float64.

@@ -39,21 +39,20 @@ def factored_linear(
     .. math:: y[n,d,y] = \sum_c V[d,c,y] \Big(\sum_x U[d,c,x]\, x[n,c,x] + b_{in}[d]\Big) + b_{out}[y]
 
     Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate where it is large. It is kept for the
-    backward where it is no larger than x (from 32 positions on: than x and the result together), for to compute it again is up to a
-    fifth of all products; on CUDA in float32. There it is also stored within a call where it is no larger than twice everything else
-    or than the second-level cache, and then all products run on tensor cores, from values that are split in two TF32 numbers: an
-    infinite value, or one within 2^-12 of overflow, gives NaN. Where torch may multiply float32 matrices in TF32
-    (``torch.backends.cuda.matmul.fp32_precision``) each value is rounded to one TF32 number instead, a relative error of at most 2^-11
-    in each factor of a product, the intermediate among them; sums stay as accurate as float32's. Derivatives have the setting of the
-    forward pass. In float64 on CUDA the products are torch's, of at most 2^23 numbers
-    of the intermediate (or those of one channel) at a time. On the CPU the backward has it, and its gradient, for at most 1,024
+    backward where it is no larger than x (from 32 positions on: than x and the result together): computing it again costs up to a
+    fifth of all products. On CUDA it is kept in float32 alone, of at most 2^23 numbers, and a call stores at most so many of it (or
+    those of one channel) at a time. Float64 products there are torch's. Float32 products run on tensor cores, from values that are
+    split in two TF32 numbers: an infinite value, or one within 2^-12 of overflow, gives NaN. Where torch may multiply float32 matrices
+    in TF32 (``torch.backends.cuda.matmul.fp32_precision``) each value is rounded to one TF32 number instead, a relative error of at
+    most 2^-11 in each factor of a product, the intermediate among them; sums stay as accurate as float32's. Derivatives have the
+    setting of the forward pass. On the CPU the backward has the intermediate, and its gradient, for at most 1,024
     inputs and so many output channels that each of the two is no larger than twice the larger one of those inputs' x and y, or 4 MiB,
     or six channels (float32 with AVX-512; fewer inputs and channels otherwise).
 
     Where X or Y is 1, the weights multiplied out are no larger than they are apart, and take fewer operations: there, from
-    N D C = 2^19 on (on CUDA from 16 MiB of the intermediate on), the map is one matrix product with them, in which V U may overflow
-    where V (U x) does not; by torch, whose settings (TF32 on CUDA, if allowed) apply, in eager mode on CUDA, and on the CPU where Y
-    is not 1.
+    N D C = 2^19 on (on CUDA from 16 MiB of the intermediate on, in float32 with Y = 1 always), the map is one matrix product with
+    them, in which V U may overflow where V (U x) does not. Where Y is not 1, and in float64 on CUDA, it is torch's, in eager mode,
+    whose settings (TF32 on CUDA, if allowed) apply.
 
     Args:
         x: ``(N, C, X)``, N inputs of C channels on X positions.

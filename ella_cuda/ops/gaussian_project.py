@@ -30,8 +30,8 @@ def gaussian_project(x: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
     .. math:: y_{ma} = \sum_x x_{mx} E_{ax}, \qquad E_{ax} = \exp(-\tfrac12 \lVert u_x - v_a \rVert^2)
 
-    Differentiable in all three arguments. The matrix is evaluated tile by tile and never stored, nor are its derivatives up to
-    second order. Equivalent to :func:`gaussian_project_torch`.
+    Differentiable in all three arguments. The matrix is evaluated tile by tile (see :func:`basis_project`) and never stored, nor are
+    its derivatives up to second order. Equivalent to :func:`gaussian_project_torch`.
 
     Args:
         x: ``(M, X)``, float32 or float64.

@@ -34,7 +34,9 @@ LIMITS = {
     "WIDENED_ELEMENTS": 300,  # of 16-bit numbers that are copied to float32 at a time
     "PART_BYTES": 1 << 19,  # of sums of rows that are shared out, if a split has no more
     "LAG_ELEMENTS": 20000,  # of sums by lags in the workspace, if blocks are enough then
-    "INTERMEDIATE": 60,  # numbers of F-FC's intermediate in float64 at a time
+    "MATRIX": 1000,  # values of a matrix of Gaussians at a time
+    "INTERMEDIATE": 3000,  # numbers of F-FC's intermediate at a time
+    "TICKET_ROWS": 3,  # of tickets, beside five orders of kernels
     "ACTIVATIONS": 6000,  # of a bank's activations, or slopes, at a time
 }
 FLAGS = [
@@ -174,11 +176,14 @@ class Simulator:
         self._set = self._library.cusim_set_schedule
         self.schedule()
 
+    def counts(self) -> tuple[int, int, int]:
+        """Launches since the library was loaded, of one kernel as often as it was launched, their blocks, and clearings of memory."""
+        counts = self._library.cusim_counts
+        counts.restype = ctypes.POINTER(ctypes.c_longlong * 3)
+        return tuple(counts().contents)
+
     def launch_count(self) -> int:
-        """Launches since the library was loaded, of one kernel as often as it was launched."""
-        count = self._library.cusim_launch_count
-        count.restype = ctypes.c_longlong
-        return count()
+        return self.counts()[0]
 
     def launches(self) -> list[Launch]:
         """The different launches since the library was loaded or since the last call."""
@@ -201,10 +206,11 @@ class Simulator:
         multiprocessors: int = 2,
         seed: int = 1,
         warpgroups: bool = False,
+        runs: bool = True,
     ) -> None:
-        """Orders "forward", "reverse" or "random"; `multiprocessors` and `warpgroups` are what launchers are told about
-        the device: how many it has, and whether it has the asynchronous products of compute capability 9.0."""
-        self._set(ORDERS[threads], ORDERS[blocks], multiprocessors, seed, warpgroups)
+        """Orders "forward", "reverse" or "random"; `multiprocessors` and `warpgroups` are what launchers are told about the
+        device: how many, and asynchronous products of compute capability 9.0 or none. Unless `runs` launches are counted alone."""
+        self._set(ORDERS[threads], ORDERS[blocks], multiprocessors, seed, warpgroups, runs)
 
     @contextmanager
     def scheduled(self, **schedule: str | int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""kron_logdet and its derivatives against the outer product written out, differentiated by torch."""
+"""kron_logdet and its derivatives against the outer product written out, differentiated by torch; one launch each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
+from .checking import DTYPES, LAYOUTS, SCHEDULES, arrange, assert_accurate, in_every_order
 from .simulator import Simulator
 
 pytestmark = pytest.mark.simulator
@@ -57,9 +57,11 @@ def check(simulator: Simulator, given: tuple[Tensor, ...]) -> None:
         lambda: ops.kron_logdet_hvp(lam, m, p, *v),
     )
     wanted = ((exact(lam.double(), m.double(), p.double()),), *derivatives(*given))
+    before = simulator.launch_count()
     for call, values in zip(calls, wanted, strict=True):
         for result, expected in zip(in_every_order(simulator, call), values, strict=True):
             assert_accurate(result, expected)
+    assert simulator.launch_count() == before + len(calls) * len(SCHEDULES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

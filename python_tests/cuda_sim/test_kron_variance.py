@@ -14,10 +14,10 @@ pytestmark = pytest.mark.simulator
 # N, K, T, G, a, b, shared
 SIZES = [
     (1, 1, 1, 1, 1, 1, False),
-    (34, 3, 1, 2, 18, 67, True),  # data points, rows and columns beyond a tile
-    (3, 2, 1, 30, 1, 3, False),
+    (34, 3, 1, 2, 70, 67, True),  # data points, rows and columns beyond a tile
+    (3, 18, 1, 30, 1, 3, False),  # outputs beyond a tile of pairs
     (2, 6, 3, 2, 17, 5, True),  # two groups of outputs
-    (1, 11, 17, 1, 3, 18, False),
+    (1, 11, 52, 1, 3, 18, False),  # more positions than stages hold
     (2, 2, 0, 2, 3, 4, False),
     (0, 2, 2, 2, 3, 4, False),
 ]

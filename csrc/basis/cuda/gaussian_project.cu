@@ -3,20 +3,20 @@
 //   project   out[m,a] = sum_x x[m,x] e           tangent   the same with -(d . delta) e
 //   gradient  of u[x]: sum_a -S e d               hvp       the same with S e ((d . delta) d - delta); of v[a]: the
 //   negative sums
-// Neither e nor S exists beyond a tile: project_kernel evaluates a slab of e into shared memory while the previous one is
-// multiplied, derivative_kernel makes a tile of S in registers and reduces it there.
+// project and tangent: matrix_kernel writes e of some anchors, torch's product, which is cuBLAS's, takes it from there.
+// gradient and hvp: S does not exist beyond a tile, which derivative_kernel makes in registers and reduces there.
 //
-// Tiles. 256 threads hold 16 x 16 x (TM x 4) sums. Slabs of 16 are copied or evaluated into one of two stages, one barrier
-// each.
-//   project, float: 128 rows x 64 anchors, TM 8: 3 vector reads for 32 FMA; a slab's 4 exponentials a thread, about 30
-//   instructions each, meet 512 FMA. double: 64 x 64, TM 4. derivative: 64 anchors x 64 points, TM 4.
-// Differences of float coordinates are taken between pairs of floats (high and low part), as exact as in double and without its
-// rate. Sums over slabs are shared out among blocks where tiles are few; the splits are added in order by a second kernel.
+// Tiles. 256 threads hold 64 anchors x 64 points, 4 x 4 a thread. Slabs of 16 are copied into one of two stages, one barrier
+// each. Differences of float coordinates are taken between pairs of floats (high and low part), as exact as in double and
+// without its rate; matrix_kernel, which takes each once, subtracts in double. Sums over slabs are shared out among blocks
+// where tiles are few; the splits are added in order by a second kernel.
 #include <algorithm>
 #include <optional>
 #include <tuple>
 
 #include "basis/checks.h"
+#include "cuda/elements.cuh"
+#include "cuda/library.cuh"
 #include "cuda/reduce.cuh"
 
 namespace ella {
@@ -29,11 +29,9 @@ constexpr int kTile = 64;  // anchors of a tile, and points of a tile of S
 
 template <class T>
 struct Shape {
-  static constexpr int TM = sizeof(T) == 4 ? 8 : 4;
-  static constexpr int kRows = kSide * TM;                // of x, in a tile of the product
   static constexpr int kPad = 16 / sizeof(T);             // keeps 16-byte alignment, spreads copies down a column over banks
   static constexpr int kBlocks = sizeof(T) == 4 ? 2 : 1;  // resident on a multiprocessor: at most 128 or 255 registers
-  static constexpr int kTileStride = kTile + kPad, kRowStride = kRows + kPad;
+  static constexpr int kTileStride = kTile + kPad;
 };
 
 // Coordinates by axis, that of point i along axis p at [p * count + i], as pairs high + low.
@@ -46,6 +44,8 @@ struct Points {
 struct Source {
   const double* data;
   int64_t stride0, stride1, count;
+
+  __device__ __forceinline__ double at(int64_t i, int64_t p) const { return data[i * stride0 + p * stride1]; }
 };
 
 struct Sources {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) split_kernel(Sources sources, T* __r
     const Source source = sources.source[s];
     const int64_t size = axes * source.count;
     if (at >= 0 && at < size) {
-      const double value = source.data[at % source.count * source.stride0 + at / source.count * source.stride1];
+      const double value = source.at(at % source.count, at / source.count);
       const T high = static_cast<T>(value);
       out[at] = high;
       out[at + size] = static_cast<T>(value - static_cast<double>(high));
@@ -87,98 +87,29 @@ __device__ __forceinline__ T unless_zero(T value, T factor) {
   return value == T(0) ? T(0) : value * factor;
 }
 
-// Block: (split of the points, anchor tile, row tile), split fastest.
-//   x (M, X) by strides, out (splits, M, A)
-template <class T, bool Tangent>
-__global__ void __launch_bounds__(kThreads, Shape<T>::kBlocks)
-    project_kernel(const T* __restrict__ x, int64_t x_row, int64_t x_column, Points<T> u, Points<T> v, int64_t axes,
-                   T* __restrict__ out, int64_t M, int64_t split_points, int64_t splits) {
-  using S = Shape<T>;
-  constexpr int TM = S::TM;
-  ELLA_SHARED_MEMORY(memory);
-  const SharedArray<T> rows = memory.array<T>(2 * kSlab * S::kRowStride);     // [stage][point][row]
-  const SharedArray<T> values = memory.array<T>(2 * kSlab * S::kTileStride);  // [stage][point][anchor]
-  const int64_t A = v.count, X = u.count, tiles = ceil_div(A, int64_t{kTile});
-  const int64_t split = blockIdx.x % splits, a0 = blockIdx.x / splits % tiles * kTile;
-  const int64_t m0 = blockIdx.x / splits / tiles * S::kRows;
-  const int64_t begin = split * split_points, end = min(begin + split_points, X);
-  const int t = threadIdx.x;
+// Values of e there are at a time, or those of one anchor. Tests say fewer, so that small shapes take several parts.
+#ifndef ELLA_MAX_MATRIX
+#define ELLA_MAX_MATRIX (1 << 23)
+#endif
+constexpr int64_t kMaxMatrix = ELLA_MAX_MATRIX;
 
-  // A thread copies one point of every 16th row, and evaluates one anchor at every fourth point. Points beyond the end count
-  // as zeros of x; anchors beyond the last are evaluated as the last and dropped.
-  const auto fill = [&](int stage, int64_t k0) {
-    const int k = t % kSlab, first = t / kSlab;
-    const int count = k0 + k < end ? static_cast<int>(min(M - m0, int64_t{S::kRows})) : 0;
-    const T* from = x + (m0 + first) * x_row + (k0 + k) * x_column;
-    const int to = stage * kSlab * S::kRowStride + k * S::kRowStride;
-#pragma unroll 2
-    for (int m = first; m < S::kRows; m += kSide) {
-      copy_async(rows + (to + m), from, m < count);
-      from += kSide * x_row;
-    }
-    copy_async_commit();
-    const int64_t a = min(a0 + t % kTile, A - 1);
-    T square[4] = {}, along[4] = {};
+// matrix[a,x] = e for the anchors from `first` on, or its derivative along the direction.
+//   sources u, v and, for the derivative, their directions; matrix (count / X, X)
+template <class T, bool Tangent, class Index>
+__global__ void __launch_bounds__(kElementThreads)
+    matrix_kernel(Sources sources, int64_t axes, int64_t first, Divisor<Index> X, Index count, T* __restrict__ matrix) {
+  write_elements(matrix, count, [&](Index element) {
+    const int64_t a = first + X(element), x = X.rest(element);
+    T square = 0, along = 0;
 #pragma unroll 1
     for (int64_t p = 0; p < axes; ++p) {
-      const T high = v.high[p * A + a], low = v.low[p * A + a];
-      const T direction_high = Tangent ? v.direction_high[p * A + a] : T(0);
-      const T direction_low = Tangent ? v.direction_low[p * A + a] : T(0);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int64_t at = p * X + min(k0 + t / kTile + 4 * i, X - 1);
-        const T d = difference(u.high[at], u.low[at], high, low);
-        square[i] = fma(d, d, square[i]);
-        if constexpr (Tangent) {
-          along[i] = fma(d, difference(u.direction_high[at], u.direction_low[at], direction_high, direction_low), along[i]);
-        }
-      }
+      const T d = static_cast<T>(sources.source[0].at(x, p) - sources.source[1].at(a, p));
+      square = fma(d, d, square);
+      if constexpr (Tangent) along = fma(d, static_cast<T>(sources.source[2].at(x, p) - sources.source[3].at(a, p)), along);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const T value = exp(T(-0.5) * square[i]);
-      values[stage * kSlab * S::kTileStride + (t / kTile + 4 * i) * S::kTileStride + t % kTile] =
-          Tangent ? unless_zero(value, -along[i]) : value;
-    }
-  };
-
-  const int tx = t % kSide, ty = t / kSide;
-  T sum[TM][4] = {};
-  const int64_t slabs = ceil_div(end - begin, int64_t{kSlab});
-  fill(0, begin);
-  copy_async_wait<0>();
-  __syncthreads();
-  for (int64_t slab = 0; slab < slabs; ++slab) {
-    const int stage = slab & 1;
-    if (slab + 1 < slabs) fill(stage ^ 1, begin + (slab + 1) * kSlab);
-#pragma unroll
-    for (int k = 0; k < kSlab; ++k) {
-      T left[TM], right[4];
-#pragma unroll
-      for (int i = 0; i < TM; i += 4) {
-        T four[4];
-        load_vector(four, rows + (stage * kSlab * S::kRowStride + k * S::kRowStride + i * kSide + 4 * ty));
-        left[i] = four[0], left[i + 1] = four[1], left[i + 2] = four[2], left[i + 3] = four[3];
-      }
-      load_vector(right, values + (stage * kSlab * S::kTileStride + k * S::kTileStride + 4 * tx));
-#pragma unroll
-      for (int i = 0; i < TM; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sum[i][j] = fma(left[i], right[j], sum[i][j]);
-      }
-    }
-    copy_async_wait<0>();
-    __syncthreads();  // the next stage is filled, and this one may be overwritten
-  }
-#pragma unroll
-  for (int i = 0; i < TM; ++i) {
-    const int64_t m = m0 + i / 4 * (4 * kSide) + 4 * ty + i % 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int64_t a = a0 + 4 * tx + j;
-      if (m < M && a < A) out[(split * M + m) * A + a] = sum[i][j];
-    }
-  }
+    const T value = exp(T(-0.5) * square);
+    return Tangent ? unless_zero(value, -along) : value;
+  });
 }
 
 // out[first + i, p] = the sum over the 16 groups of threads of their value for element i of a tile side, in order.
@@ -313,7 +244,14 @@ __global__ void __launch_bounds__(kThreads, Shape<T>::kBlocks)
   }
 }
 
-// The coordinates of a call as the kernels read them, in memory of their own.
+inline Source source(const Tensor& t) { return {t.const_data_ptr<double>(), t.stride(0), t.stride(1), t.size(0)}; }
+
+Sources sources_of(const Tensor& u, const Tensor& v, const std::optional<Tensor>& du, const std::optional<Tensor>& dv) {
+  const Source none{nullptr, 0, 0, 0};
+  return {{source(u), source(v), du ? source(*du) : none, dv ? source(*dv) : none}};
+}
+
+// The coordinates of a call as derivative_kernel reads them, in memory of their own.
 template <class T>
 class Coordinates {
  public:
@@ -323,10 +261,8 @@ class Coordinates {
         v_size_(s.P * s.A),
         moving_(du.has_value()),
         values_(device_empty(u, {2 * (u_size_ + v_size_) * (moving_ ? 2 : 1)}, kScalarType<T>)) {
-    const Source none{nullptr, 0, 0, 0};
-    const Sources sources{{source(u), source(v), du ? source(*du) : none, dv ? source(*dv) : none}};
-    launch(device, name, split_kernel<T>, ceil_div(values_.numel() / 2, int64_t{kThreads}), kThreads, 0, sources,
-           values_.mutable_data_ptr<T>(), s.P);
+    launch(device, name, split_kernel<T>, ceil_div(values_.numel() / 2, int64_t{kThreads}), kThreads, 0,
+           sources_of(u, v, du, dv), values_.mutable_data_ptr<T>(), s.P);
     const T* at = values_.const_data_ptr<T>();
     const T *at_v = at + 2 * u_size_, *du_at = moving_ ? at_v + 2 * v_size_ : at, *dv_at = moving_ ? du_at + 2 * u_size_ : at;
     this->u = {at, at + u_size_, du_at, du_at + u_size_, s.X};
@@ -336,8 +272,6 @@ class Coordinates {
   Points<T> u, v;
 
  private:
-  static Source source(const Tensor& t) { return {t.const_data_ptr<double>(), t.stride(0), t.stride(1), t.size(0)}; }
-
   const int64_t u_size_, v_size_;
   const bool moving_;
   const Tensor values_;
@@ -367,17 +301,20 @@ Tensor project(const char* name, const GaussianSizes& s, const Tensor& x, const 
                const std::optional<Tensor>& du, const std::optional<Tensor>& dv) {
   if (s.M == 0 || s.X == 0 || s.A == 0) return zeros_of(x, {s.M, s.A});
   const Device device(x);
-  const Coordinates<T> at(device, name, s, u, v, du, dv);
-  const int64_t blocks = ceil_div(s.M, int64_t{Shape<T>::kRows}) * ceil_div(s.A, int64_t{kTile});
-  const Splits splits(device, s.X, blocks);
-  const Tensor out = device_empty(x, {s.M, s.A});
-  const Tensor parts = splits.count > 1 ? device_empty(x, {splits.count, s.M, s.A}) : out;
-  constexpr size_t shared =
-      shared_size(2 * kSlab * Shape<T>::kRowStride * sizeof(T)) + shared_size(2 * kSlab * Shape<T>::kTileStride * sizeof(T));
-  launch(device, name, project_kernel<T, Tangent>, blocks * splits.count, kThreads, shared, x.const_data_ptr<T>(), x.stride(0),
-         x.stride(1), at.u, at.v, s.P, parts.mutable_data_ptr<T>(), s.M, splits.length, splits.count);
-  if (splits.count > 1) sum_parts<T>(device, name, parts, out, splits.count);
-  return out;
+  const Sources sources = sources_of(u, v, du, dv);
+  const Tensor out = device_empty(x, {1, s.M, s.A}), rows = torch::stable::unsqueeze(x, 0);
+  const int64_t at_once = std::clamp<int64_t>(kMaxMatrix / s.X, 1, s.A);
+  for (int64_t first = 0; first < s.A; first += at_once) {
+    const int64_t anchors = std::min(at_once, s.A - first), count = anchors * s.X;
+    const Tensor matrix = device_empty(x, {1, anchors, s.X});
+    with_index_type(count, [&](auto index) {
+      using Index = decltype(index);
+      launch(device, name, matrix_kernel<T, Tangent, Index>, element_blocks(count), kElementThreads, 0, sources, s.P, first,
+             Divisor<Index>(s.X), static_cast<Index>(count), matrix.mutable_data_ptr<T>());
+    });
+    library::multiply(rows, library::swapped(matrix, 1, 2), library::part(out, 2, first, anchors));
+  }
+  return torch::stable::squeeze(out, 0);
 }
 
 template <class T, bool Hessian>

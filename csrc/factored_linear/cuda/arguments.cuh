@@ -1,6 +1,7 @@
-// What the ways to compute F-FC on CUDA are given: in float32 stored.cuh and fused.cuh, in float64 library.cuh.
+// What the ways to compute F-FC on CUDA are given: stored.cuh and one_output.cuh in float32, library.cuh in float64.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 
 #include "common/device_memory.h"
@@ -21,6 +22,23 @@ struct FactoredLinearGradients {
   FactoredLinearWanted wanted;
   Tensor x, weight_in, weight_out, bias_in, bias_out;
 };
+
+// Elements of the intermediate that are there at a time. Tests say fewer, so that small shapes take several parts.
+#ifndef ELLA_MAX_INTERMEDIATE
+#define ELLA_MAX_INTERMEDIATE (1 << 23)
+#endif
+constexpr int64_t kMaxIntermediate = ELLA_MAX_INTERMEDIATE;
+
+// Calls run(first, count) for all of `channels`, so many at a time as fit, at least once; each takes `each` elements.
+template <class Run>
+void by_channels(int64_t channels, int64_t each, const Run& run) {
+  const int64_t max_count = std::max<int64_t>(kMaxIntermediate / std::max<int64_t>(each, 1), 1);
+  int64_t first = 0;
+  do {
+    run(first, std::min(max_count, channels - first));
+    first += max_count;
+  } while (first < channels);
+}
 
 // The axes of a tensor of three dimensions in the order that a kernel wants them.
 inline View3<float> view(const Tensor& tensor, int first = 0, int second = 1, int third = 2) {

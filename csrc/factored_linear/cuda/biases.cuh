@@ -94,10 +94,11 @@ __device__ __forceinline__ void bias_block(const BiasWork& work, int64_t block, 
 // The length of blocks that start before all others: they wait for memory most of their time.
 constexpr int64_t kFirst = std::numeric_limits<int64_t>::max();
 
-// Both roles for the gradients that are wanted; none for neither. Gives the sums, to be kept until the kernels are queued.
+// Both roles for the gradients that are wanted; none for neither, unless somebody else reads the sums too. Gives the sums, to
+// be kept until the kernels are queued.
 inline std::optional<Tensor> plan_biases(const Tensor& grad, const Tensor& weight_out, const FactoredLinearGradients& to,
-                                         SumImagesWork& sum_images, BiasWork& biases) {
-  if (!to.wanted.bias_in && !to.wanted.bias_out) return std::nullopt;
+                                         bool read, SumImagesWork& sum_images, BiasWork& biases) {
+  if (!to.wanted.bias_in && !to.wanted.bias_out && !read) return std::nullopt;
   const int64_t N = grad.size(0), D = grad.size(1), Y = grad.size(2);
   const Tensor sums = device_empty(grad, {D, Y}, ScalarType::Double);
   sum_images = {view(grad), sums.mutable_data_ptr<double>(), N, D, Y, {0, ceil_div(D * Y, int64_t{kWarp}), kFirst}};

@@ -1,16 +1,16 @@
 // factored_linear and its five gradients.
 #include <tuple>
 
-#include "factored_linear/cuda/fused.cuh"
 #include "factored_linear/cuda/library.cuh"
+#include "factored_linear/cuda/one_output.cuh"
 #include "factored_linear/cuda/stored.cuh"
 #include "factored_linear/plan.h"
 
 namespace ella {
 namespace {
 
-FactoredLinearWay way_of(const Device& device, const FactoredLinearSizes& s, const Tensor& x) {
-  return factored_linear_on_cuda(s, x.scalar_type(), device.cache_bytes(), stored::kLargestAxis);
+FactoredLinearWay way_of(const FactoredLinearSizes& s, const Tensor& x) {
+  return factored_linear_on_cuda(s, x.scalar_type(), stored::kLargestAxis);
 }
 
 // The result, and z where `keep` and it is kept; else an empty tensor.
@@ -21,16 +21,15 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
   const Device device(x);
   const FactoredLinearArguments args{x, weight_in, weight_out, bias_in, s, tf32};
   const Tensor none = device_empty(x, {0});
-  const FactoredLinearWay way = way_of(device, s, x);
+  const FactoredLinearWay way = way_of(s, x);
   if (way == FactoredLinearWay::library) return {library::forward(args, bias_out), none};
   const Tensor y = device_empty(x, {s.N, s.D, s.Y});
-  if (way == FactoredLinearWay::fused) {
-    fused::forward(device, args, bias_out, y);
+  if (way == FactoredLinearWay::multiplied_out) {
+    one_output::forward(device, args, bias_out, y);
     return {y, none};
   }
-  const Tensor z = stored::empty_intermediate(args);
-  stored::forward(device, args, bias_out, y, z);
-  return {y, keep && factored_linear_keeps(s, z.numel()) ? z : none};
+  const std::optional<Tensor> z = stored::forward(device, args, bias_out, y);
+  return {y, keep && z && factored_linear_keeps(s, z->numel()) ? *z : none};
 }
 
 Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out, std::optional<Tensor> bias_in,
@@ -64,15 +63,15 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
                              make(wanted.weight_out, {s.D, s.C, s.Y}),
                              make(wanted.bias_in, {s.D}),
                              make(wanted.bias_out, {s.Y})};
-  switch (way_of(device, s, x)) {
+  switch (way_of(s, x)) {
     case FactoredLinearWay::library:
       library::backward(grad, args, to);
       break;
-    case FactoredLinearWay::stored:
-      stored::backward(device, grad, args, to, kept ? intermediate : nullptr);
+    case FactoredLinearWay::multiplied_out:
+      one_output::backward(device, grad, args, to);
       break;
     default:
-      fused::backward(device, grad, args, to);
+      stored::backward(device, grad, args, to, kept ? intermediate : nullptr);
   }
   return {to.x, to.weight_in, to.weight_out, to.bias_in, to.bias_out};
 }

@@ -1,27 +1,11 @@
-// F-FC in float64 by torch's batched products, which are cuBLAS's on CUDA. Formulas and names: stored.cuh. The
-// intermediate lies as (C, D, N) in the forward pass, as (D, C, N) in the backward pass, and is computed for some output
-// channels d, or some input channels c, at a time: no result is a sum over that axis, so that nothing is added up afterwards.
+// F-FC in float64 by torch's batched products, which are cuBLAS's on CUDA. Formulas, names and parts: stored.cuh. The
+// intermediate lies as (C, D, N) in the forward pass, as (D, C, N) in the backward pass.
 #pragma once
-
-#include <algorithm>
 
 #include "cuda/library.cuh"
 #include "factored_linear/cuda/arguments.cuh"
 
 namespace ella::library {
-
-// Elements of the intermediate that are there at a time. Tests say fewer, so that small shapes take several.
-#ifndef ELLA_MAX_INTERMEDIATE
-#define ELLA_MAX_INTERMEDIATE (1 << 23)
-#endif
-constexpr int64_t kMaxIntermediate = ELLA_MAX_INTERMEDIATE;
-
-// Calls run(first, count) for all of `channels`, so many at a time as fit; each takes `each` elements.
-template <class Run>
-void by_channels(int64_t channels, int64_t each, const Run& run) {
-  const int64_t max_count = std::max<int64_t>(kMaxIntermediate / std::max<int64_t>(each, 1), 1);
-  for (int64_t first = 0; first < channels; first += max_count) run(first, std::min(max_count, channels - first));
-}
 
 // The first axis of three as the last one.
 inline Tensor first_last(const Tensor& a) { return swapped(swapped(a, 0, 1), 1, 2); }

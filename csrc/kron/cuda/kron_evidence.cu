@@ -1,10 +1,11 @@
-// kron_evidence and its second derivative, one launch each, behind a memset of the ticket's 4 bytes. A block takes one tile of
+// kron_evidence and its second derivative, one launch each. A block takes one tile of
 // products q = e^z l m, which exist in registers only, and leaves its sums in double; the last block to finish adds them up,
 // tensor by tensor in the tiles' order, so that results do not depend on the order of blocks or on the device.
 #include <algorithm>
 #include <tuple>
 
 #include "cuda/reduce.cuh"
+#include "cuda/tickets.cuh"
 #include "kron/checks.h"
 
 namespace ella {
@@ -126,7 +127,7 @@ __device__ __forceinline__ double sum_of_tensor(const double* parts, int stride,
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     evidence_kernel(Spectra<T> spectra, Vector<T> square_norms, Vector<T> log_precision, const T* __restrict__ log_scale,
-                    double* parts, unsigned* ticket, T* __restrict__ value, T* __restrict__ slope, T* __restrict__ effective) {
+                    double* parts, Tickets<1> ticket, T* __restrict__ value, T* __restrict__ slope, T* __restrict__ effective) {
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> scratch = memory.array<double>(kWarps);
   const SharedArray<unsigned> flag = memory.array<unsigned>(1);
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
       parts[2 * static_cast<int64_t>(blockIdx.x) + 1] = quotients;
     }
   }
-  if (!last_block(ticket, flag, gridDim.x)) return;
+  if (!last_block(ticket[0], flag, gridDim.x)) return;
   double total = 0;
   for (int64_t b = threadIdx.x / kWarp; b < spectra.tensors; b += kWarps) {
     const double logs = sum_of_tensor(parts, 2, spectra.starts, b), gamma = sum_of_tensor(parts + 1, 2, spectra.starts, b);
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
 //   log_ratio, out (tensors), parts (count)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    bend_kernel(Spectra<T> spectra, Vector<T> log_ratio, double* parts, unsigned* ticket, T* __restrict__ out) {
+    bend_kernel(Spectra<T> spectra, Vector<T> log_ratio, double* parts, Tickets<1> ticket, T* __restrict__ out) {
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> scratch = memory.array<double>(kWarps);
   const SharedArray<unsigned> flag = memory.array<unsigned>(1);
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
     const double total = block_reduce(sum.total(), scratch, Sum{});
     if (threadIdx.x == 0) parts[blockIdx.x] = total;
   }
-  if (!last_block(ticket, flag, gridDim.x)) return;
+  if (!last_block(ticket[0], flag, gridDim.x)) return;
   for (int64_t b = threadIdx.x / kWarp; b < spectra.tensors; b += kWarps) {
     const double total = sum_of_tensor(parts, 1, spectra.starts, b);
     if (threadIdx.x % kWarp == 0) out[b] = static_cast<T>(total);
@@ -188,32 +189,21 @@ Spectra<T> spectra_of(const KronEvidenceSizes& s, const Tensor& eigenvalues, con
   return {vector<T>(eigenvalues), tiles.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(), s.tensors, s.tiles};
 }
 
-// Scratch memory of a launch: what the blocks leave, and their ticket at zero.
-struct Workspace {
-  Workspace(const Device& device, const char* name, const Tensor& like, int64_t parts)
-      : parts_(device_empty(like, {parts}, ScalarType::Double)), ticket_(device_empty(like, {1}, ScalarType::Int)) {
-    clear(device, name, ticket_);
-  }
-  double* parts() const { return parts_.mutable_data_ptr<double>(); }
-  unsigned* ticket() const { return static_cast<unsigned*>(ticket_.data_ptr()); }
-
- private:
-  Tensor parts_, ticket_;
-};
-
 std::tuple<Tensor, Tensor, Tensor> kron_evidence(const Tensor& eigenvalues, const Tensor& tiles, const Tensor& starts,
                                                  const Tensor& square_norms, const Tensor& log_precision,
                                                  const Tensor& log_scale) {
   constexpr const char* name = "kron_evidence";
   const KronEvidenceSizes s = check_kron_evidence(eigenvalues, tiles, starts, square_norms, log_precision, log_scale);
   const Device device(eigenvalues);
-  const Workspace workspace(device, name, eigenvalues, 2 * s.tiles);
+  const Tensor parts = device_empty(eigenvalues, {s.tiles, 2}, ScalarType::Double);
+  std::optional<Tensor> own_ticket;
+  const Tickets<1> ticket = take_tickets<1>(device, name, eigenvalues, 1, own_ticket);
   const Tensor value = device_empty(eigenvalues, {}), slope = device_empty(eigenvalues, {s.tensors}),
                effective = device_empty(eigenvalues, {s.tensors});
   ELLA_DISPATCH_FLOATING(eigenvalues.scalar_type(), name, [&] {
     launch(device, name, evidence_kernel<scalar_t>, std::max<int64_t>(s.tiles, 1), kThreads, kSharedBytes,
            spectra_of<scalar_t>(s, eigenvalues, tiles, starts), vector<scalar_t>(square_norms), vector<scalar_t>(log_precision),
-           log_scale.const_data_ptr<scalar_t>(), workspace.parts(), workspace.ticket(), value.mutable_data_ptr<scalar_t>(),
+           log_scale.const_data_ptr<scalar_t>(), parts.mutable_data_ptr<double>(), ticket, value.mutable_data_ptr<scalar_t>(),
            slope.mutable_data_ptr<scalar_t>(), effective.mutable_data_ptr<scalar_t>());
   });
   return {value, slope, effective};
@@ -223,12 +213,14 @@ Tensor kron_evidence_bend(const Tensor& eigenvalues, const Tensor& tiles, const 
   constexpr const char* name = "kron_evidence_bend";
   const KronEvidenceSizes s = check_kron_evidence_bend(eigenvalues, tiles, starts, log_ratio);
   const Device device(eigenvalues);
-  const Workspace workspace(device, name, eigenvalues, s.tiles);
+  const Tensor parts = device_empty(eigenvalues, {s.tiles}, ScalarType::Double);
+  std::optional<Tensor> own_ticket;
+  const Tickets<1> ticket = take_tickets<1>(device, name, eigenvalues, 1, own_ticket);
   const Tensor out = device_empty(eigenvalues, {s.tensors});
   ELLA_DISPATCH_FLOATING(eigenvalues.scalar_type(), name, [&] {
     launch(device, name, bend_kernel<scalar_t>, std::max<int64_t>(s.tiles, 1), kThreads, kSharedBytes,
-           spectra_of<scalar_t>(s, eigenvalues, tiles, starts), vector<scalar_t>(log_ratio), workspace.parts(),
-           workspace.ticket(), out.mutable_data_ptr<scalar_t>());
+           spectra_of<scalar_t>(s, eigenvalues, tiles, starts), vector<scalar_t>(log_ratio), parts.mutable_data_ptr<double>(),
+           ticket, out.mutable_data_ptr<scalar_t>());
   });
   return out;
 }

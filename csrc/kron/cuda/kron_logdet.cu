@@ -2,12 +2,14 @@
 //   value      sum log v
 //   gradient   of l_i: sum_j m_j / v          of m_j: sum_i l_i / v          of p: sum 1 / v
 //   Hessian    of l_i: sum_j w_j / v - m_j t / v^2, t = u_i m_j + l_i w_j + q, likewise m_j; of p: sum -t / v^2
-// All in double whatever the tensors' type; the products l_i m_j exist in registers only. Two stages in fixed order: blocks
-// leave double partial sums, one block adds them. The number of partial sums depends on the shapes alone, so results do not
-// depend on the device.
+// All in double whatever the tensors' type; the products l_i m_j exist in registers only. One launch each: blocks leave double
+// partial sums, the last block adds them in a fixed order. The number of partial sums depends on the shapes alone, so results
+// do not depend on the device.
+#include <algorithm>
 #include <tuple>
 
 #include "cuda/reduce.cuh"
+#include "cuda/tickets.cuh"
 #include "kron/checks.h"
 
 namespace ella {
@@ -57,13 +59,25 @@ class LogSum {
   long long exponent_ = 0;
 };
 
-// partials[block] = the block's share of sum log(l[g,i] m[g,j] + p). `lanes` threads (a power of two) share a row (g,i); an
-// item is 256 / lanes rows x kPartColumns columns, dealt to the blocks in turn.
-//   l (G, a), m (G, b), precision (), partials (blocks)
+// The sum of what blocks have left, by the last of them; the result is its thread 0's, and false in the others.
+__device__ __forceinline__ bool sum_by_last_block(const double* partials, int64_t count, const Tickets<1>& ticket,
+                                                  unsigned blocks, SharedArray<double> scratch, SharedArray<unsigned> flag,
+                                                  double& total) {
+  __syncthreads();  // thread 0 tells of what all threads have left
+  if (!last_block(ticket[0], flag, blocks)) return false;
+  total = 0;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) total += partials[i];
+  total = block_reduce(total, scratch, Sum{});
+  return threadIdx.x == 0;
+}
+
+// partials[block] = the block's share of value = sum log(l[g,i] m[g,j] + p). `lanes` threads (a power of two) share a row
+// (g,i); an item is 256 / lanes rows x kPartColumns columns, dealt to the blocks in turn.
+//   l (G, a), m (G, b), precision (), partials (blocks), value ()
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    value_kernel(Matrix<T> l, Matrix<T> m, const T* __restrict__ precision, double* __restrict__ partials, int64_t rows,
-                 int64_t a, int64_t b, int lanes) {
+    value_kernel(Matrix<T> l, Matrix<T> m, const T* __restrict__ precision, double* partials, int64_t rows, int64_t a,
+                 int64_t b, int lanes, Tickets<1> ticket, T* __restrict__ value) {
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> scratch = memory.array<double>(kThreads / kWarp);
   const double p = static_cast<double>(*precision);
@@ -78,8 +92,11 @@ __global__ void __launch_bounds__(kThreads)
     const double own = l.at(g, row - g * a);
     for (int64_t j = begin + lane; j < end; j += lanes) sum.add(fma(own, m.at(g, j), p));
   }
-  const double total = block_reduce(sum.total(), scratch, Sum{});
+  double total = block_reduce(sum.total(), scratch, Sum{});
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
+  if (sum_by_last_block(partials, gridDim.x, ticket, gridDim.x, scratch, memory.array<unsigned>(1), total)) {
+    *value = static_cast<T>(total);
+  }
 }
 
 // One side of a derivative: the rows are the eigenvalues whose derivative is wanted, the columns those of the other side.
@@ -89,20 +106,27 @@ struct Side {
   int64_t rows, own_size;                                // row r is own(r / own_size, r % own_size)
   int64_t columns, other_size;
   bool every_group;  // column k is other(k / other_size, k % other_size) instead of other(r / own_size, k)
+  T* out;            // (rows)
+  int lanes;         // that share a row: a power of two up to 32, or all 256
+  int64_t blocks;
 };
 
-// out[r] = the derivative by row r's eigenvalue; precision_terms[r] = row r's part of the one by the precision (or null).
-// `lanes` threads share a row: a power of two up to 32, or all 256.
-//   out (rows), precision_terms (rows), precision and precision_direction ()
+// The derivatives by the eigenvalues of both sides, and by the precision, of which precision_terms[r] is the part of row r of
+// the inputs. The blocks of the inputs come first.
+//   precision_terms (rows of the inputs), precision, precision_direction and d_precision ()
 template <class T, bool Hessian>
 __global__ void __launch_bounds__(kThreads)
-    derivative_kernel(Side<T> side, const T* __restrict__ precision, const T* __restrict__ precision_direction,
-                      T* __restrict__ out, double* __restrict__ precision_terms, int lanes) {
+    derivative_kernel(Side<T> inputs, Side<T> outputs, const T* __restrict__ precision,
+                      const T* __restrict__ precision_direction, double* precision_terms, Tickets<1> ticket,
+                      T* __restrict__ d_precision) {
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> scratch = memory.array<double>(kThreads / kWarp);
   const double p = static_cast<double>(*precision);
-  const int lane = threadIdx.x % lanes;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
+  const bool of_inputs = blockIdx.x < inputs.blocks;
+  const Side<T>& side = of_inputs ? inputs : outputs;
+  const int lanes = side.lanes, lane = threadIdx.x % lanes;
+  const int64_t block = of_inputs ? blockIdx.x : blockIdx.x - inputs.blocks;
+  const int64_t row = block * (kThreads / lanes) + threadIdx.x / lanes;
   double sum = 0, precision_sum = 0;
   if (row < side.rows) {
     const int64_t own_group = row / side.own_size, own_index = row - own_group * side.own_size;
@@ -134,12 +158,17 @@ __global__ void __launch_bounds__(kThreads)
     precision_sum = block_reduce(precision_sum, scratch, Sum{});
   }
   if (lane == 0 && row < side.rows) {
-    out[row] = static_cast<T>(sum);
-    if (precision_terms != nullptr) precision_terms[row] = precision_sum;
+    side.out[row] = static_cast<T>(sum);
+    if (of_inputs) precision_terms[row] = precision_sum;
+  }
+  const SharedArray<unsigned> flag = memory.array<unsigned>(1);
+  const unsigned blocks = static_cast<unsigned>(inputs.blocks);
+  if (of_inputs && sum_by_last_block(precision_terms, inputs.rows, ticket, blocks, scratch, flag, precision_sum)) {
+    *d_precision = static_cast<T>(precision_sum);
   }
 }
 
-constexpr size_t kScratchBytes = shared_size(kThreads / kWarp * sizeof(double));
+constexpr size_t kSharedBytes = shared_size(kThreads / kWarp * sizeof(double)) + shared_size(sizeof(unsigned));
 
 // The smallest power of two that covers the columns, up to a warp; then the whole block.
 int lanes_for(int64_t columns) {
@@ -154,12 +183,6 @@ Matrix<T> matrix(const Tensor& tensor, bool shared = false) {
   return {tensor.const_data_ptr<T>(), shared ? 0 : tensor.stride(0), tensor.stride(1)};
 }
 
-template <class T>
-void sum_all(const Device& device, const char* name, const Tensor& parts, const Tensor& out) {
-  launch(device, name, sum_all_kernel<T>, 1, 256, kSumAllShared, parts.const_data_ptr<double>(), out.mutable_data_ptr<T>(),
-         parts.numel());
-}
-
 Tensor kron_logdet(const Tensor& eigenvalues_in, const Tensor& eigenvalues_out, const Tensor& precision) {
   const KronLogdetSizes s = check_kron_logdet("kron_logdet", eigenvalues_in, eigenvalues_out, precision);
   const Device device(eigenvalues_in);
@@ -167,12 +190,13 @@ Tensor kron_logdet(const Tensor& eigenvalues_in, const Tensor& eigenvalues_out, 
   const int lanes = lanes_for(s.b);
   const int64_t items = ceil_div(rows, static_cast<int64_t>(kThreads / lanes)) * ceil_div(s.b, kPartColumns);
   const Tensor out = device_empty(eigenvalues_in, {});
-  const Tensor partials = device_empty(eigenvalues_in, {std::min(items, kMaxPartials)}, ScalarType::Double);
+  const Tensor partials = device_empty(eigenvalues_in, {std::clamp<int64_t>(items, 1, kMaxPartials)}, ScalarType::Double);
+  std::optional<Tensor> own_ticket;
+  const Tickets<1> ticket = take_tickets<1>(device, "kron_logdet", eigenvalues_in, 1, own_ticket);
   ELLA_DISPATCH_FLOATING(eigenvalues_in.scalar_type(), "kron_logdet", [&] {
-    launch(device, "kron_logdet", value_kernel<scalar_t>, partials.numel(), kThreads, kScratchBytes,
+    launch(device, "kron_logdet", value_kernel<scalar_t>, partials.numel(), kThreads, kSharedBytes,
            matrix<scalar_t>(eigenvalues_in), matrix<scalar_t>(eigenvalues_out, s.shared), precision.const_data_ptr<scalar_t>(),
-           partials.mutable_data_ptr<double>(), rows, s.a, s.b, lanes);
-    sum_all<scalar_t>(device, "kron_logdet", partials, out);
+           partials.mutable_data_ptr<double>(), rows, s.a, s.b, lanes, ticket, out.mutable_data_ptr<scalar_t>());
   });
   return out;
 }
@@ -185,18 +209,28 @@ std::tuple<Tensor, Tensor, Tensor> derivatives(const char* name, const KronLogde
   const Device device(in);
   const Tensor d_in = device_empty(in, {s.G, s.a}), d_out = device_empty(in, {out.size(0), s.b});
   const Tensor d_precision = device_empty(in, {}), terms = device_empty(in, {s.G * s.a}, ScalarType::Double);
-  const auto run = [&](const Side<T>& side, const Tensor& result, double* precision_terms) {
-    const int lanes = lanes_for(side.columns);
-    launch(device, name, derivative_kernel<T, Hessian>, ceil_div(side.rows, static_cast<int64_t>(kThreads / lanes)), kThreads,
-           kScratchBytes, side, precision.const_data_ptr<T>(), v_precision.const_data_ptr<T>(), result.mutable_data_ptr<T>(),
-           precision_terms, lanes);
-  };
-  run({matrix<T>(in), matrix<T>(v_in), matrix<T>(out, s.shared), matrix<T>(v_out, s.shared), s.G * s.a, s.a, s.b, s.b, false},
-      d_in, terms.mutable_data_ptr<double>());
-  run({matrix<T>(out), matrix<T>(v_out), matrix<T>(in), matrix<T>(v_in), out.size(0) * s.b, s.b, s.shared ? s.G * s.a : s.a,
-       s.a, s.shared},
-      d_out, nullptr);
-  sum_all<T>(device, name, terms, d_precision);
+  Side<T> inputs{matrix<T>(in), matrix<T>(v_in), matrix<T>(out, s.shared),  matrix<T>(v_out, s.shared), s.G * s.a, s.a, s.b,
+                 s.b,           false,           d_in.mutable_data_ptr<T>()};
+  Side<T> outputs{matrix<T>(out),
+                  matrix<T>(v_out),
+                  matrix<T>(in),
+                  matrix<T>(v_in),
+                  out.size(0) * s.b,
+                  s.b,
+                  s.shared ? s.G * s.a : s.a,
+                  s.a,
+                  s.shared,
+                  d_out.mutable_data_ptr<T>()};
+  for (Side<T>* const side : {&inputs, &outputs}) {
+    side->lanes = lanes_for(side->columns);
+    side->blocks = ceil_div(side->rows, static_cast<int64_t>(kThreads / side->lanes));
+  }
+  inputs.blocks = std::max<int64_t>(inputs.blocks, 1);  // which also adds the parts of the precision's
+  std::optional<Tensor> own_ticket;
+  const Tickets<1> ticket = take_tickets<1>(device, name, in, 1, own_ticket);
+  launch(device, name, derivative_kernel<T, Hessian>, inputs.blocks + outputs.blocks, kThreads, kSharedBytes, inputs, outputs,
+         precision.const_data_ptr<T>(), v_precision.const_data_ptr<T>(), terms.mutable_data_ptr<double>(), ticket,
+         d_precision.mutable_data_ptr<T>());
   return {d_in, d_out, d_precision};
 }
 

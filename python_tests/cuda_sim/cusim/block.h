@@ -286,7 +286,8 @@ void launch(const char* name, void (*kernel)(P...), unsigned blocks, unsigned th
   if (threads == 0 || threads > 1024) throw std::runtime_error(std::string("cusim: bad block size for ") + name);
   if (shared_bytes > (227u << 10)) throw std::runtime_error(std::string("cusim: too much shared memory for ") + name);
   launches().emplace(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
-  ++launch_count();
+  ++counts().launches, counts().blocks += blocks;
+  if (!schedule().runs) return;
   Block& b = block();
   b.kernel = name;
   b.current = nullptr;

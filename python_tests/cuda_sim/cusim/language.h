@@ -56,8 +56,8 @@ inline float __uint_as_float(unsigned bits) {
 // One fiber runs at a time, and what it writes is seen by the others at once.
 inline void __threadfence() {}
 
-inline unsigned atomicAdd(unsigned* address, unsigned value) {
+inline unsigned atomicInc(unsigned* address, unsigned last) {
   const unsigned before = *address;
-  *address += value;
+  *address = before >= last ? 0 : before + 1;
   return before;
 }

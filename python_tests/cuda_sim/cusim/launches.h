@@ -1,5 +1,5 @@
-// Which kernels were launched with how many threads and how much dynamic shared memory, and how often any was: what a compiler
-// cannot know.
+// Which kernels were launched with how many threads and how much dynamic shared memory, how often any was, of how many blocks,
+// and how often memory was cleared: what a compiler cannot know.
 #pragma once
 
 #include <cstddef>
@@ -15,15 +15,19 @@ inline std::set<Launch>& launches() {
   return value;
 }
 
-inline long long& launch_count() {
-  static long long value = 0;
+struct Counts {
+  long long launches = 0, blocks = 0, clears = 0;
+};
+
+inline Counts& counts() {
+  static Counts value;
   return value;
 }
 
 }  // namespace cusim
 
-// Called through ctypes: launches since the library was loaded, repeated ones too.
-extern "C" __attribute__((used)) inline long long cusim_launch_count() { return cusim::launch_count(); }
+// Called through ctypes: what happened since the library was loaded, repeated launches counted too.
+extern "C" __attribute__((used)) inline const cusim::Counts* cusim_counts() { return &cusim::counts(); }
 
 // Called through ctypes: hands out one launch of those seen since the library was loaded and forgets it; false without any.
 extern "C" __attribute__((used)) inline bool cusim_take_launch(const void** kernel, unsigned* threads, size_t* shared_bytes) {

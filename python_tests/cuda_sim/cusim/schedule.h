@@ -17,6 +17,7 @@ struct Schedule {
   Order blocks = Order::forward;
   int multiprocessors = 2;  // what a kernel's launcher is told about the device
   bool warpgroups = false;  // whether it is told that the device has Hopper's
+  bool runs = true;         // whether blocks run; else launches are counted alone
   std::mt19937 random{1};
 };
 
@@ -41,10 +42,11 @@ inline void poison(void* memory, size_t bytes) {
 
 // Called through ctypes by the tests.
 extern "C" __attribute__((used)) inline void cusim_set_schedule(int threads, int blocks, int multiprocessors, unsigned seed,
-                                                                bool warpgroups) {
+                                                                bool warpgroups, bool runs) {
   cusim::schedule().threads = static_cast<cusim::Order>(threads);
   cusim::schedule().blocks = static_cast<cusim::Order>(blocks);
   cusim::schedule().multiprocessors = multiprocessors;
   cusim::schedule().warpgroups = warpgroups;
+  cusim::schedule().runs = runs;
   cusim::schedule().random.seed(seed);
 }

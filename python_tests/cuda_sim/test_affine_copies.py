@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from python_tests.ops.test_affine_copies import by_torch
 
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
 from .simulator import Simulator
@@ -35,12 +36,6 @@ def arguments(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contigu
         maps[0, 2] = torch.tensor([[1, 0, 3.0], [0, 1, 0]])
     made = torch.randn(n, s, c, h, w), torch.randn(n, c, h, w), maps, torch.randn(m, s, 2, 3)
     return tuple(arrange(t.to(dtype), layout) for t in made)
-
-
-def by_torch(x: Tensor, maps: Tensor) -> Tensor:
-    (n, c, h, w), s = x.shape, maps.shape[1]
-    grid = F.affine_grid(maps.expand(n, s, 2, 3).reshape(n * s, 2, 3), (n * s, c, h, w), align_corners=True)
-    return F.grid_sample(x.repeat_interleave(s, 0), grid, align_corners=True).view(n, s, c, h, w)
 
 
 def with_gradients(grad: Tensor, x: Tensor, maps: Tensor) -> tuple[Tensor, ...]:

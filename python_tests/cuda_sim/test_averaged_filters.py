@@ -6,6 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ella_cuda.ops import averaged_filters_torch
+from ella_cuda.ops.averaged_filters import ACTIVATIONS
+from python_tests.ops import test_averaged_filters as averaged
+from python_tests.ops.test_averaged_filters import by_sums
+
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
 from .simulator import Simulator
 
@@ -23,34 +28,17 @@ SHAPES = [
     (30, 7, 40, 3),
     (3, 2, 2, 0),
 ]
-ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "gaussian": 3}
 
 
 def arguments(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, ...]:
-    """grad, x, bank and bias."""
-    n, s, h, d = shape
-    sizes = (n, h), (n, d), (s, h, d), (h,)
-    scales = 1.0, 1.0, 2 / max(d, 1) ** 0.5, 1.0
-    return tuple(arrange(c * torch.randn(size, dtype=dtype), layout) for size, c in zip(sizes, scales, strict=True))
+    return tuple(arrange(t, layout) for t in averaged.arguments(shape, torch.device("cpu"), dtype))
 
 
-def by_sums(grad: Tensor, x: Tensor, bank: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, ...]:
-    """The averages, and the gradients of x, bank and bias."""
-    z = torch.einsum("nd,shd->nsh", x, bank)
-    z = z if bias is None else z + bias
-    value, slope = {
-        "identity": lambda: (z, torch.ones_like(z)),
-        "relu": lambda: (z.clamp(min=0), (z > 0).to(z.dtype)),
-        "tanh": lambda: (z.tanh(), 1 - z.tanh() ** 2),
-        "gaussian": lambda: ((-z * z / 2).exp(), -z * (-z * z / 2).exp()),
-    }[activation]()
-    inner = grad[:, None] * slope / len(bank)
-    return (
-        value.mean(1),
-        torch.einsum("nsh,shd->nd", inner, bank),
-        torch.einsum("nsh,nd->shd", inner, x),
-        inner.sum((0, 1)),
-    )
+def in_torch(grad: Tensor, x: Tensor, bank: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, ...]:
+    """The averages, and the gradients of x, bank and bias, in the arguments' precision."""
+    leaves = [t.detach().requires_grad_() for t in (x, bank, torch.zeros_like(grad[0]) if bias is None else bias)]
+    y = averaged_filters_torch(*leaves, activation)
+    return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
 def run(
@@ -71,8 +59,7 @@ def run(
 
 def check(simulator: Simulator, given: tuple[Tensor, ...], activation: str) -> None:
     got = in_every_order(simulator, lambda: run(simulator, *given, activation))
-    exact = by_sums(*(None if t is None else t.double() for t in given), activation)
-    for ours, right, own in zip(got, exact, by_sums(*given, activation), strict=True):
+    for ours, right, own in zip(got, by_sums(*given, activation), in_torch(*given, activation), strict=True):
         assert ours.is_contiguous()
         assert_accurate(ours, right, own)
 
@@ -102,8 +89,7 @@ def test_transforms_that_blocks_share_out(simulator: Simulator, multiprocessors:
     given = arguments((70, 5, 8, 40), torch.float32)
     with simulator.scheduled(multiprocessors=multiprocessors):
         got = run(simulator, *given, "relu")
-    exact = by_sums(*(t.double() for t in given), "relu")
-    for ours, right, own in zip(got, exact, by_sums(*given, "relu"), strict=True):
+    for ours, right, own in zip(got, by_sums(*given, "relu"), in_torch(*given, "relu"), strict=True):
         assert_accurate(ours, right, own)
 
 
@@ -112,10 +98,9 @@ def test_numbers_rounded_to_tf32(simulator: Simulator) -> None:
     n, s, h, d = 20, 4, 9, 30
     whole = [torch.randint(-3, 4, size).float() for size in ((n, h), (n, d), (s, h, d), (h,))]
     for ours, right in zip(run(simulator, *whole, "identity", True), by_sums(*whole, "identity"), strict=True):
-        assert torch.equal(ours, right)
+        assert torch.equal(ours.double(), right)
     given = arguments((n, s, h, d), torch.float32)
-    exact = by_sums(*(t.double() for t in given), "tanh")
-    for ours, right in zip(run(simulator, *given, "tanh", True), exact, strict=True):
+    for ours, right in zip(run(simulator, *given, "tanh", True), by_sums(*given, "tanh"), strict=True):
         error = float((ours - right).abs().max() / right.abs().max())
         assert 1e-5 < error < 3e-3
 

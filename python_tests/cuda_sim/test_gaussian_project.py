@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from python_tests.ops.test_gaussian_project import formulas
+
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
 from .simulator import Simulator
 
@@ -27,14 +29,9 @@ def matrix(u: Tensor, v: Tensor) -> Tensor:
     return torch.exp(-0.5 * (u - v[:, None]).square().sum(2))
 
 
-def exact(grad: Tensor, x: Tensor, u: Tensor, v: Tensor, du: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
+def exact(*given: Tensor) -> tuple[Tensor, ...]:
     """Product, tangent, gradient and Hessian product in float64."""
-    grad, x = grad.double(), x.double()
-    points = u.clone().requires_grad_(), v.clone().requires_grad_()
-    product, tangent = torch.func.jvp(lambda u, v: x @ matrix(u, v).T, (u, v), (du, dv))
-    gradient = torch.autograd.grad((grad * (x @ matrix(*points).T)).sum(), points, create_graph=True)
-    hvp = torch.autograd.grad((gradient[0] * du).sum() + (gradient[1] * dv).sum(), points)
-    return product, tangent, *(g.detach() for g in gradient), *hvp
+    return tuple(torch.from_numpy(values) for values in formulas(*given).values())
 
 
 def run(simulator: Simulator, grad: Tensor, x: Tensor, *points: Tensor) -> tuple[Tensor, ...]:

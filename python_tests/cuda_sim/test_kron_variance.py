@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from python_tests.ops.test_kron_variance import diagonal_of, exact
+
 from .checking import DTYPES, LAYOUTS, arrange, guarded, in_every_order
 from .simulator import Simulator
 
@@ -30,14 +32,10 @@ def arguments(size: tuple, dtype: torch.dtype, layout: str = "contiguous") -> tu
     return (*(arrange(t, layout) for t in (outputs, inputs, *spectra)), torch.tensor(0.3, dtype=torch.float64))
 
 
-def exact(outputs: Tensor, inputs: Tensor | None, l: Tensor, m: Tensor, p: Tensor, diagonal: bool) -> Tensor:
-    M = outputs.double() if inputs is None else torch.einsum("ntgi,kntgj->kngij", inputs.double(), outputs.double())
-    variance = torch.einsum("kngij,lngij,gij->nkl", M, M, 1 / (l[:, :, None] * m[:, None] + p))
-    return variance.diagonal(dim1=1, dim2=2) if diagonal else variance
-
-
 def check(simulator: Simulator, args: tuple, diagonal: bool, total: torch.dtype) -> None:
-    wanted = exact(*args, diagonal)
+    outputs, inputs, *spectra = args
+    wanted = exact(inputs, outputs, *spectra)
+    wanted = diagonal_of(wanted) if diagonal else wanted
     before = torch.randn(wanted.shape, dtype=total)
 
     def call() -> Tensor:

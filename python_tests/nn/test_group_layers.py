@@ -329,14 +329,6 @@ def test_only_modules_are_wrapped():
         SlicesAsChannels(None)
 
 
-@each_variant
-def test_autocast_leaves_the_filters_precision_alone(variant):
-    layer, x = GroupConv2d(2, 3, 3, variant), torch.randn(2, 2, 4, 4, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-    assert torch.equal(y, layer(x))
-
-
 @each_frame
 def test_pooling_heeds_its_norm(frames):
     """One component has one large value, another many small ones: the largest norm is the first's by maximum, the second's by sum."""

@@ -42,6 +42,39 @@ class Operands(NamedTuple):
     contiguous: bool = False
 
 
+class Case(NamedTuple):
+    """A differentiable op, of which ``test_conformance.py`` tests what all must satisfy. Modules of tests list theirs in ``DIFFERENTIABLE``.
+
+    Attributes:
+        op: a function of tensors alone.
+        reference: the same in torch.
+        exact: the oracle.
+        make: arguments by shape, device and dtype.
+        small: shapes of derivatives; the first one of transforms too.
+        laid_out, empty, threaded: shapes of arguments in every layout, of nothing, and of sums that threads share.
+        optional: how many of the last arguments may be left out.
+        ways: whether CUDA computes it otherwise, which the fixture ``way`` has on every device.
+    """
+
+    op: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    exact: Callable[..., Tensor]
+    make: Callable[[Any, torch.device, torch.dtype], tuple[Tensor, ...]]
+    small: list[Any]
+    laid_out: list[Any] = []  # noqa: RUF012
+    empty: list[Any] = []  # noqa: RUF012
+    threaded: list[Any] = []  # noqa: RUF012
+    optional: int = 0
+    ways: bool = False
+
+    def calls(self, shape: Any, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+        """Arguments in double precision, all of them and without the optional ones."""
+        args = self.make(shape, device, torch.float64)
+        yield args
+        if self.optional:
+            yield args[: -self.optional]
+
+
 def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:
     """Equal structure and close numbers; NaN never passes."""
     actual, expected = tree_leaves(actual), tree_leaves(expected)
@@ -68,6 +101,8 @@ def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         window = padded[..., 1 : 1 + tensor.shape[-1]]
         window.copy_(tensor)
         yield "rows of a larger tensor", window
+    if tensor.dim() == 4:
+        yield "channels last", tensor.contiguous(memory_format=torch.channels_last)
     if tensor.dim() and tensor.shape[0]:
         yield "first axis expanded", tensor[:1].expand_as(tensor)
 
@@ -106,6 +141,42 @@ def close_in_another_order(actual: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(
         actual.double(), exact.double(), rtol=0, atol=30 * torch.finfo(actual.dtype).eps * largest
     )
+
+
+def same_for_any_number_of_threads(call: Callable[[], Any], threads: tuple[int, ...] = (1, 2, 3)) -> None:
+    """A call's tensors to the bit, on the CPU."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for number in threads:
+            torch.set_num_threads(number)
+            results.append(tree_leaves(call()))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def check_gradients(
+    function: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    exact: Callable[..., Tensor],
+    args: tuple[Tensor, ...],
+    grad: Tensor,
+    compare: Callable[[Tensor, Tensor, Tensor], None] = error_at_most_twice,
+) -> None:
+    """A function's gradients beside those of torch in the same precision and the exact ones in float64."""
+    args = [a.detach().requires_grad_() for a in args]
+    wide = [a.detach().double().requires_grad_() for a in args]
+    ours, theirs = (torch.autograd.grad(f(*args), args, grad) for f in (function, reference))
+    for o, t, e in zip(ours, theirs, torch.autograd.grad(exact(*wide), wide, grad.double()), strict=True):
+        compare(o, t, e)
+
+
+def runs_during(call: Callable[[], Any], *names: str) -> tuple[Any, dict[str, int]]:
+    """The result of a call, and how often ops of these names run during it. A batched op runs itself and, inside, the physical one."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = call()
+    return result, {name: sum(e.name == name for e in profile.events()) for name in names}
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:

@@ -21,6 +21,7 @@ OPERANDS = {
     "factored_linear": checks.Operands([("N C X",), ("D C X",), ("D C Y",)], (None, None)),
     "factored_linear_backward": checks.Operands([("N D Y",), ("N C X",), ("D C X",), ("D C Y",)], (None, *[True] * 5)),
 }
+VECTORISED = ["test_equals_the_dense_layer", "test_gradients_equal_the_dense_layers"]
 
 factored_linear_module = importlib.import_module(
     "ella_cuda.ops.factored_linear"
@@ -100,6 +101,28 @@ def plain_torch(shape: tuple[int, ...], *args: Tensor | None) -> Tensor:
     return dense(*args, dtype=args[0].dtype) if multiplied_out else ops.factored_linear_torch(*args)
 
 
+DIFFERENTIABLE = {
+    "factored_linear": checks.Case(
+        ops.factored_linear,
+        ops.factored_linear_torch,
+        dense,
+        arguments,
+        small=[(2, 2, 3, 3, 2), (3, 2, 1, 24, 2)],  # the second keeps its intermediate
+        laid_out=[(4, 3, 5, 6, 7), (5, 3, 2, 64, 48), *ONE_OUTPUT[:3]],
+        empty=[(0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (64, 0, 3, 99, 5), (2, 3, 0, 4, 5), (2, 3, 4, 0, 5), (2, 3, 4, 5, 0)],
+        threaded=[
+            (64, 8, 16, 40, 24),
+            (150, 8, 6, 40, 24),
+            (150, 41, 6, 5, 33),
+            (67, 110, 8, 32, 224),
+            (35, 110, 160, 33, 8),
+            *ONE_OUTPUT,
+        ],
+        optional=2,
+    )
+}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_the_dense_layer(shape, dtype, device):
@@ -113,14 +136,9 @@ def test_equals_the_dense_layer(shape, dtype, device):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_equal_the_dense_layers(shape, dtype, device):
-    args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
+    args = arguments(shape, device, dtype)
     grad = torch.randn(shape[0], shape[2], shape[4], dtype=torch.float64).to(device, dtype)
-    ours = torch.autograd.grad(ops.factored_linear(*args), args, grad)
-    reference = torch.autograd.grad(plain_torch(shape, *args), args, grad)
-    wide = [a.detach().double().requires_grad_() for a in args]
-    exact = torch.autograd.grad(dense(*wide), wide, grad.double())
-    for o, t, e in zip(ours, reference, exact, strict=True):
-        checks.error_at_most_twice(o, t, e)
+    checks.check_gradients(ops.factored_linear, lambda *a: plain_torch(shape, *a), dense, args, grad)
 
 
 def test_an_intermediate_larger_than_the_cache(device):
@@ -161,14 +179,8 @@ def test_sums_over_many_images_are_short(share):
     """Numbers of one sign, whose sums grow: partial sums of few terms lose less of them."""
     n, c, d, x, y = {"C": (16384, 40, 4, 8, 8), "C and N": (16384, 12, 4, 8, 8)}[share]
     sizes = ((n, c, x), (d, c, x), (d, c, y), (d,), (y,))
-    args = [torch.rand(s).requires_grad_() for s in sizes]
-    grad = torch.rand(n, d, y)
-    ours = torch.autograd.grad(ops.factored_linear(*args), args, grad)
-    reference = torch.autograd.grad(ops.factored_linear_torch(*args), args, grad)
-    wide = [a.detach().double().requires_grad_() for a in args]
-    exact = torch.autograd.grad(ops.factored_linear_torch(*wide), wide, grad.double())
-    for o, t, e in zip(ours, reference, exact, strict=True):
-        checks.error_at_most_twice(o, t, e)
+    args, plain = tuple(torch.rand(s) for s in sizes), ops.factored_linear_torch
+    checks.check_gradients(ops.factored_linear, plain, plain, args, torch.rand(n, d, y))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
@@ -182,38 +194,6 @@ def test_nothing_past_the_end_is_read(shape, dtype):
     ours = _backward(checks.before_a_guard_page(grad), *guarded[:4], *[True] * 5)
     for o, e in zip(ours, _backward(grad, *args[:4], *[True] * 5), strict=True):
         assert torch.equal(o, e)
-
-
-@pytest.mark.parametrize("shape", [(4, 3, 5, 6, 7), (5, 3, 2, 64, 48), *ONE_OUTPUT[:3]])
-@pytest.mark.parametrize("position", range(5))
-def test_every_layout(shape, position, device):
-    args = list(arguments(shape, device))
-    for _, laid_out in checks.layouts(args[position]):
-        call = [*args[:position], laid_out, *args[position + 1 :]]
-        checks.assert_same(ops.factored_linear(*call), dense(*call))
-        leaves = [t.detach().requires_grad_() for t in call]
-        dense_leaves = [t.detach().clone().requires_grad_() for t in call]
-        checks.assert_same(
-            torch.autograd.grad(ops.factored_linear(*leaves).sum(), leaves),  # an expanded gradient
-            torch.autograd.grad(dense(*dense_leaves).sum(), dense_leaves),
-        )
-
-
-@pytest.mark.parametrize(
-    "shape", [(0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (64, 0, 3, 99, 5), (2, 3, 0, 4, 5), (2, 3, 4, 0, 5), (2, 3, 4, 5, 0)]
-)
-def test_empty(shape, device):
-    args = [a.requires_grad_() for a in arguments(shape, device)]
-    result = ops.factored_linear(*args)
-    reference = ops.factored_linear_torch(*args)
-    checks.assert_same(result, reference)
-    checks.assert_same(torch.autograd.grad(result.sum(), args), torch.autograd.grad(reference.sum(), args))
-
-
-def test_derivatives(device):
-    args = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 3, 2), device))
-    checks.check_derivatives(ops.factored_linear, args)
-    checks.check_derivatives(ops.factored_linear, args[:3])
 
 
 def test_derivatives_of_the_backward_op(device):
@@ -278,22 +258,15 @@ def test_a_backward_that_reads_what_the_forward_kept(shape, kept, dtype):
         assert torch.equal(doubled[2], 2 * again[2]) and torch.equal(doubled[1], again[1])
 
 
-def calls(call, *names: str) -> dict[str, int]:
-    """How often ops of these names run during a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call()
-    return {name: sum(e.name == name for e in profile.events()) for name in names}
-
-
 def keeping_calls(call, name: str = "factored_linear_backward_keeping") -> int:
     name = f"ella_cuda::{name}"
-    return calls(call, name)[name]
+    return checks.runs_during(call, name)[1][name]
 
 
 def test_the_intermediate_is_kept(device):
     args = [a.requires_grad_() for a in arguments((8, 2, 1, 64, 3), device, torch.float32)]
     names = "ella_cuda::factored_linear_keeping", "ella_cuda::factored_linear_backward_keeping"
-    found = calls(lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args), *names)
+    _, found = checks.runs_during(lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args), *names)
     assert list(found.values()) == [1, 1]
 
 
@@ -369,12 +342,6 @@ def test_checkpoints_under_a_mode(where, reentrant):
         torch.testing.assert_close(arg.grad, grad)
 
 
-def test_derivatives_where_the_intermediate_is_kept():
-    args = tuple(a.requires_grad_() for a in arguments((3, 2, 1, 24, 2), torch.device("cpu")))
-    assert torch.ops.ella_cuda.factored_linear_keeping(*args)[1].numel() > 0
-    checks.check_derivatives(ops.factored_linear, args)
-
-
 def test_another_intermediate_is_refused():
     args = arguments((8, 2, 1, 64, 3), torch.device("cpu"))
     y, intermediate = torch.ops.ella_cuda.factored_linear_keeping(*args)
@@ -388,16 +355,6 @@ def test_another_intermediate_is_refused():
             torch.ops.ella_cuda.factored_linear_backward_keeping(y, *args[:4], wrong, *[True] * 5)
 
 
-def test_func_transforms(device):
-    args = arguments((2, 2, 3, 3, 2), device)
-    checks.check_func_transforms(ops.factored_linear, ops.factored_linear_torch, args)
-    checks.check_func_transforms(ops.factored_linear, ops.factored_linear_torch, args[:3])
-
-
-def test_vmap(device):
-    checks.check_vmap(ops.factored_linear, arguments((2, 3, 4, 5, 2), device), batch=2)
-
-
 def test_vmap_of_the_input_gradient_joins_the_batch(device):
     """The K columns of the generalised Gauss-Newton are such a vmap; it must be one call, not K."""
     args = arguments((3, 2, 4, 5, 3), device)
@@ -408,50 +365,10 @@ def test_vmap_of_the_input_gradient_joins_the_batch(device):
     def input_gradient(column: Tensor) -> Tensor:
         return torch.autograd.grad(y, x, column, retain_graph=True)[0]
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        batched = torch.func.vmap(input_gradient)(columns)
-    calls = [e for e in profile.events() if e.name == "ella_cuda::factored_linear_backward"]
-    assert len(calls) == 2  # the batched call and, inside it, the physical one; a loop over columns would make 1 + 6
+    mapped = torch.func.vmap(input_gradient)
+    batched, calls = checks.runs_during(lambda: mapped(columns), "ella_cuda::factored_linear_backward")
+    assert list(calls.values()) == [2]  # a loop over columns would make 1 + 6
     checks.assert_same(batched, torch.stack([input_gradient(c) for c in columns]))
-
-
-def test_opcheck(device):
-    args = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 3, 2), device))
-    grad = torch.randn(2, 3, 2, dtype=torch.float64, device=device, requires_grad=True)
-    for call in (args, (*args[:3], None, None), tuple(a.detach() for a in args), (args[0].detach(), *args[1:])):
-        torch.library.opcheck(torch.ops.ella_cuda.factored_linear.default, call)
-    for mask in ((True,) * 5, (True, False, True, False, True)):
-        torch.library.opcheck(torch.ops.ella_cuda.factored_linear_backward.default, (grad, *args[:4], *mask))
-
-
-def test_compile(device):
-    checks.check_compile(ops.factored_linear, arguments((2, 2, 3, 3, 2), device))
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (64, 8, 16, 40, 24),
-        (150, 8, 6, 40, 24),
-        (150, 41, 6, 5, 33),
-        (67, 110, 8, 32, 224),
-        (35, 110, 160, 33, 8),
-        *ONE_OUTPUT,
-    ],
-)
-def test_same_numbers_for_any_number_of_threads(shape):
-    args = [a.requires_grad_() for a in arguments(shape, torch.device("cpu"), torch.float32)]
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            y = ops.factored_linear(*args)
-            results.append((y, *torch.autograd.grad(y.square().sum(), args)))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("channels", [39, 40])  # all threads take a step together, or each its channels
@@ -465,15 +382,8 @@ def test_memory_of_the_backward_has_a_bound(channels):
 
 def test_threads_do_not_write_each_others_sums():
     args = [a.requires_grad_() for a in arguments((32, 80, 6, 5, 33), torch.device("cpu"), torch.float64)]
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, *[4] * 50):
-            torch.set_num_threads(threads)
-            results.append(torch.autograd.grad(ops.factored_linear(*args).sum(), args))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    gradients = lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args)  # noqa: E731
+    checks.same_for_any_number_of_threads(gradients, (1, *[4] * 50))
 
 
 ONE_POSITION = [(3, 2, 4, 1, 5), (3, 2, 4, 5, 1), (2, 3, 2, 1, 1)]
@@ -481,7 +391,7 @@ ONE_POSITION = [(3, 2, 4, 1, 5), (3, 2, 4, 5, 1), (2, 3, 2, 1, 1)]
 
 def products(call) -> tuple[int, bool]:
     """Matrix products by torch during a call, and whether an op of ours runs."""
-    found = calls(call, "aten::addmm", "aten::mm", *(f"ella_cuda::{op}" for op in OURS))
+    _, found = checks.runs_during(call, "aten::addmm", "aten::mm", *(f"ella_cuda::{op}" for op in OURS))
     return found["aten::addmm"] + found["aten::mm"], any(found[f"ella_cuda::{op}"] for op in OURS)
 
 
@@ -604,15 +514,6 @@ def test_exports_for_any_number_of_images(shape, device):
         torch.testing.assert_close(program(*args), ops.factored_linear_torch(*args), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(140, 60, 70, 1, 4), (140, 60, 70, 4, 1)])
-def test_meta_tensors(shape):
-    args = [a.to("meta") for a in arguments(shape, torch.device("cpu"))]
-    assert ops.factored_linear(*args).shape == (shape[0], shape[2], shape[4])
-    args[0] = torch.zeros(shape[0], shape[1], shape[3], dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="must be on the device of x"):
-        ops.factored_linear(*args)
-
-
 @pytest.mark.parametrize(
     ("position", "bad", "words"),
     [
@@ -622,6 +523,8 @@ def test_meta_tensors(shape):
         (3, lambda t: t[:-1], "bias_in"),
         (4, lambda t: t[:-1], "bias_out"),
         (1, lambda t: t.float(), "weight_in"),
+        (0, lambda t: t.long(), "float32"),
+        (0, lambda t: t.to("meta"), "must be on the device of x"),
     ],
 )
 @pytest.mark.parametrize("shape", [(3, 2, 4, 5, 3), *ONE_POSITION[:2]])
@@ -630,12 +533,4 @@ def test_errors_name_the_argument(shape, position, bad, words, device, monkeypat
     args = list(arguments(shape, device))
     args[position] = bad(args[position])
     with pytest.raises(RuntimeError, match=words):
-        ops.factored_linear(*args)
-
-
-@pytest.mark.parametrize("shape", [(3, 2, 4, 5, 3), *ONE_POSITION[:2]])
-def test_integers_are_refused(shape, device, monkeypatch):
-    multiply_out_from_nothing_on(monkeypatch)
-    args = [a.long() for a in arguments(shape, device)]
-    with pytest.raises(RuntimeError, match="float32"):
         ops.factored_linear(*args)

@@ -16,7 +16,7 @@ from ella_cuda.experiments import configure, recipe
 from ella_cuda.models import neyshabur
 from ella_cuda.papers import equivariances
 from ella_cuda.papers.equivariances import TABLES, Plan, entries, plan_table, scaled
-from python_tests.reports.pictures.pages import check_page, check_same_sizes
+from python_tests.reports.pictures.pages import check_page, check_same_sizes, shown
 from python_tests.reports.rows import row as made_row
 
 IMAGES = {"digits": 1437, "mnist": 60_000, "fashion-mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000}
@@ -466,7 +466,7 @@ def test_a_picture_has_our_numbers_beside_the_papers():
     figure = equivariances.draw_comparison(plan_, entries(plan_, configs, done))
     check_page(figure)
     check_same_sizes(figure)
-    axes = [axis for axis in figure.axes if axis.get_visible()]
+    axes = shown(figure)
     assert [axis.get_title() for axis in axes] == ["MAP", "MAP", "evidence", "evidence", "evidence"]
     names = [axis.get_xlabel().split(",")[0] for axis in axes]
     assert names == ["accuracy", "NLL", "accuracy", "NLL", "-log q/N"]  # MAP's -log q/N is nowhere printed
@@ -489,7 +489,7 @@ def test_a_failure_does_not_hide_what_the_others_differ_in():
     configs, plan_ = plan("toy")
     found = entries(plan_, configs, answer(configs, **{c.name: {"accuracy": 93.0} for c in configs}))
     figure = equivariances.draw_comparison(plan_, found)  # the paper has 24.68 and 24.5 % for CONV on quadrants
-    axes = [axis for axis in figure.axes if axis.get_visible()]
+    axes = shown(figure)
     assert [axis.get_xlabel() for axis in axes] == ["accuracy, %, broken axis"] * 2
     assert axes[0].get_xlim() == axes[1].get_xlim()
     for axis in axes:

@@ -90,32 +90,6 @@ def test_an_interrupted_table_resumes_to_the_numbers_of_one_that_was_not(tmp_pat
     assert tables[0] == tables[1] != partly
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ([], "name a table"),
-        (["table-3"], "invalid choice"),
-        (["toy", "--scale", "0"], "scale must be above 0"),
-        (["toy", "--scale", "1.5"], "scale must be above 0"),
-        (["groups", "--scale", "nan"], "scale must be above 0"),
-        (["toy", "--row", "conv"], "digit-conv"),
-        (["toy", "--width", "0"], "width must be at least 1"),
-        (["toy", "--train-size", "5"], "unrecognized arguments"),
-        (["group-convs", "--group-conv", "full"], "unrecognized arguments"),
-        (["toy", "--lr-anchors", "0.1"], "--lr-anchors"),
-        (["toy", "--burn-in", "60"], "burn_in must be less than epochs"),
-        (["--resume", "not-there"], "not-there is not a folder of runs"),
-        (["toy", "--device", "tpu"], "device must be"),
-        (["toy", "--jobs", "0"], "--jobs"),
-    ],
-)
-def test_wrong_usage_is_2_and_writes_nothing(args, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", *args]) == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_missing_and_damaged_data_are_failures_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["reproduce", "layers", "--scale", "0.1"]) == 1

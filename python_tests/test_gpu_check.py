@@ -193,8 +193,7 @@ def test_a_sanitizers_report_on_our_kernel_is_the_present_items_failure(call, tm
 
 
 @pytest.mark.parametrize(
-    ("text", "status"),
-    [(FORWARDING + NCU_TABLE, "ok"), (FORWARDING, "failed"), ("#!/bin/sh\nsleep 300\n", "timeout")],
+    ("text", "status"), [(FORWARDING + NCU_TABLE, "ok"), (FORWARDING, "failed"), ("#!/bin/sh\nsleep 300\n", "timeout")]
 )
 def test_ncu(call, tmp_path, monkeypatch, text, status):
     monkeypatch.setattr(steps, "PROFILED", [("a", 0), ("b", 1)])

@@ -206,10 +206,7 @@ def test_a_checkpoint_of_another_training_is_refused(change, words, tmp_path):
     before, second = path.read_bytes(), network(q=model.get("q", "full"))
     if "frozen" in model:
         second.layer.get_parameter(model["frozen"]).requires_grad_(False)
-    other = trainer(
-        second,
-        **{"checkpoint": path} | {k: v for k, v in change.items() if k != "model"},
-    )
+    other = trainer(second, **{"checkpoint": path} | {k: v for k, v in change.items() if k != "model"})
     with pytest.raises(ValueError, match=re.escape(words)):
         other.run()
     assert path.read_bytes() == before

@@ -192,47 +192,20 @@ def test_a_held_matrix_collects_its_gradient(kind):
         (lambda: SpatialBasis(3, anchors=torch.ones(0, 2)), r"anchors must have shape \(A, 2\).*got \(0, 2\)"),
         (lambda: SpatialBasis(3, anchors=torch.ones(4, 2).long()), r"anchors must be floating point, got torch\.int64"),
         (lambda: SpatialBasis(3, inverse_lengthscale=True), "inverse_lengthscale must be a number.*got bool"),
-        (
-            lambda: SpatialBasis(3, inverse_lengthscale=torch.ones(2)),
-            r"one element, got torch\.float32 of shape \(2,\)",
-        ),
+        (lambda: SpatialBasis(3, inverse_lengthscale=torch.ones(2)), r"one element, got torch\.float32 of shape \(2,\)"),
         (lambda: SpatialBasis(3, 2, anchors=torch.zeros(3, 2)), "anchors must be num_anchors = 2 rows, got 3"),
-        (
-            lambda: SpatialBasis(3, 2).project(torch.zeros(4, 8)),
-            r"project: x must have shape \(\.\.\., 9\), got \(4, 8\)",
-        ),
-        (
-            lambda: SpatialBasis(3, 2).project(torch.zeros(4, 9).double()),
-            r"x must be torch\.float32 as the anchors are, got torch\.float64",
-        ),
-        (
-            lambda: SpatialBasis(3, 2).project(torch.zeros(4, 9, device="meta")),
-            "x must be on cpu as the anchors are, got meta",
-        ),
-        (
-            lambda: SpatialBasis(3, 2).expand(torch.tensor(1.0)),
-            r"expand: values must have shape \(\.\.\., 2\), got \(\)",
-        ),
-        (
-            lambda: SpatialBasis(3, 2).fit(torch.zeros(4, 2)),
-            r"fit: functions must have shape \(\.\.\., 9\), got \(4, 2\)",
-        ),
-        (
-            lambda: SpatialBasis(3, 2).residual(torch.zeros(4, 9), torch.zeros(3, 2)),
-            "residual: functions and values must have the same axes",
-        ),
-        (
-            lambda: SpatialBasis(3, inverse_lengthscale="1"),
-            "inverse_lengthscale must be a number or a tensor of one element, got str",
-        ),
+        (lambda: SpatialBasis(3, 2).project(torch.zeros(4, 8)), r"project: x must have shape \(\.\.\., 9\), got \(4, 8\)"),
+        (lambda: SpatialBasis(3, 2).project(torch.zeros(4, 9).double()), r"x must be torch\.float32 as the anchors are, got torch\.float64"),
+        (lambda: SpatialBasis(3, 2).project(torch.zeros(4, 9, device="meta")), "x must be on cpu as the anchors are, got meta"),
+        (lambda: SpatialBasis(3, 2).expand(torch.tensor(1.0)), r"expand: values must have shape \(\.\.\., 2\), got \(\)"),
+        (lambda: SpatialBasis(3, 2).fit(torch.zeros(4, 2)), r"fit: functions must have shape \(\.\.\., 9\), got \(4, 2\)"),
+        (lambda: SpatialBasis(3, 2).residual(torch.zeros(4, 9), torch.zeros(3, 2)), "residual: functions and values must have the same axes"),
+        (lambda: SpatialBasis(3, inverse_lengthscale="1"), "inverse_lengthscale must be a number or a tensor of one element, got str"),
         (lambda: SpatialBasis(3, anchors=[[0, 0]]), r"anchors must be a tensor \(A, 2\).*got list"),
         (lambda: SpatialBasis(3, 2).project([1.0]), "project: x must be a tensor.*got list"),
-        (
-            lambda: SpatialBasis(3, 2).fit(torch.zeros(4, 9).long()),
-            r"fit: functions must be floating point, got torch\.int64",
-        ),
+        (lambda: SpatialBasis(3, 2).fit(torch.zeros(4, 9).long()), r"fit: functions must be floating point, got torch\.int64"),
     ],
-)
+)  # fmt: skip
 def test_errors(make, words):
     with pytest.raises((ValueError, TypeError), match=words):
         make()

@@ -28,36 +28,19 @@ def geometry(**other: Any) -> tuple[Any, ...]:
     return tuple((dict(zip(names, PLAIN, strict=True)) | other).values())
 
 
-OPERANDS = {
-    "conv_kron_accumulate_": checks.Operands([("C C",), ("N C H W",)], PLAIN),
-}
+OPERANDS = {"conv_kron_accumulate_": checks.Operands([("C C",), ("N C H W",)], PLAIN)}
 REFUSALS = [
     ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(alpha=math.inf), "alpha must be a finite number"),
     ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(alpha=math.nan), "alpha must be a finite number"),
     ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(kernel_size=[1]), "kernel_size must have 2 values"),
     ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(kernel_size=[1, 1, 1]), "kernel_size must have 2 values"),
-    (
-        "conv_kron_accumulate_",
-        [("1 1",), IMAGE],
-        geometry(kernel_size=[-1, -1]),
-        "kernel_size must be at least 1 and at most",
-    ),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(kernel_size=[-1, -1]), "kernel_size must be at least 1 and at most"),
     ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(stride=[0, 1]), "stride must be at least 1 and at most"),
     ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(padding=[0, -1]), "padding must be at least 0 and at most"),
-    (
-        "conv_kron_accumulate_",
-        [("1 1",), IMAGE],
-        geometry(dilation=[1, 1 << 31]),
-        "dilation must be at least 1 and at most",
-    ),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(dilation=[1, 1 << 31]), "dilation must be at least 1 and at most"),
     ("conv_kron_accumulate_", [("9 9",), SIDE], geometry(kernel_size=[3, 3]), "does not fit the padded image (2, 2)"),
     ("conv_kron_accumulate_", [("3 3",), SIDE], geometry(kernel_size=[1, 3]), "does not fit the padded image (2, 2)"),
-    (
-        "conv_kron_accumulate_",
-        [("1 1",), SIDE],
-        geometry(padding=[1, 3]),
-        "circular padding must not exceed the image (2, 2)",
-    ),
+    ("conv_kron_accumulate_", [("1 1",), SIDE], geometry(padding=[1, 3]), "circular padding must not exceed the image (2, 2)"),
     ("conv_kron_accumulate_", [("4 4",), IMAGE], geometry(), "(C*kh*kw, C*kh*kw) = (1, 1), got (4, 4)"),
     (
         "conv_kron_accumulate_",
@@ -71,7 +54,7 @@ REFUSALS = [
         geometry(kernel_size=[4, 1], dilation=[(2**64 + 2) // 3, 1], circular=False),
         "dilation must be at least 1 and at most",
     ),
-]
+]  # fmt: skip
 VECTORISED = ["test_a_float64_factor_loses_nothing_of_short_float32_sums"]
 
 GEOMETRIES = [  # kernel, stride, padding, dilation, padding_mode

@@ -395,12 +395,7 @@ def products(call) -> tuple[int, bool]:
     return found["aten::addmm"] + found["aten::mm"], any(found[f"ella_cuda::{op}"] for op in OURS)
 
 
-OURS = (
-    "factored_linear",
-    "factored_linear_backward",
-    "factored_linear_keeping",
-    "factored_linear_backward_keeping",
-)
+OURS = ("factored_linear", "factored_linear_backward", "factored_linear_keeping", "factored_linear_backward_keeping")
 
 
 def multiplied_out_by_torch(shape: tuple[int, ...], device: torch.device) -> bool:
@@ -409,9 +404,7 @@ def multiplied_out_by_torch(shape: tuple[int, ...], device: torch.device) -> boo
 
 def multiply_out_from_nothing_on(monkeypatch) -> None:
     monkeypatch.setattr(
-        factored_linear_module._C,
-        "factored_linear_by_torch",
-        lambda n, c, x, d, y, element_size, cuda: cuda or y > 1,
+        factored_linear_module._C, "factored_linear_by_torch", lambda n, c, x, d, y, element_size, cuda: cuda or y > 1
     )
 
 

@@ -13,9 +13,7 @@ from torch import Tensor
 from ella_cuda import ops
 from python_tests.ops import checks
 
-OPERANDS = {
-    "kron_accumulate_": checks.Operands([("G d d",), ("N G d",)], (1.0,)),
-}
+OPERANDS = {"kron_accumulate_": checks.Operands([("G d d",), ("N G d",)], (1.0,))}
 REFUSALS = [
     ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (math.nan,), "alpha must be a finite number"),
     ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (-math.inf,), "alpha must be a finite number"),

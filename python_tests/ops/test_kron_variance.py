@@ -13,9 +13,7 @@ from ella_cuda import ops
 from python_tests.ops import checks
 
 SPECTRUM = [("G a", torch.float64), ("G b", torch.float64), ("", torch.float64)]
-OPERANDS = {
-    "kron_variance_": checks.Operands([("N K K",), ("K N T G b",), ("N T G a",), *SPECTRUM]),
-}
+OPERANDS = {"kron_variance_": checks.Operands([("N K K",), ("K N T G b",), ("N T G a",), *SPECTRUM])}
 VECTORISED = ["test_equals_the_dense_product"]
 
 # N, K, T, G, a, b
@@ -181,11 +179,7 @@ def test_the_same_from_run_to_run(shape, device):
 
 @pytest.mark.parametrize(
     ("shape", "diagonal"),
-    [
-        ((50, 2, 1, 1, 3000, 1000), False),
-        ((20, 10, 16, 1, 1500, 300), False),
-        ((4, 500, 2, 1, 300, 200), True),
-    ],
+    [((50, 2, 1, 1, 3000, 1000), False), ((20, 10, 16, 1, 1500, 300), False), ((4, 500, 2, 1, 300, 200), True)],
 )
 def test_memory_is_bounded(shape, diagonal):
     """By a few MiB: less than a hundredth of M and, at one position, of the denominators."""

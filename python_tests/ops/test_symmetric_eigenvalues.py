@@ -6,9 +6,7 @@ import torch
 
 from python_tests.ops import checks
 
-OPERANDS = {
-    "symmetric_eigenvalues": checks.Operands([("E", torch.float64)], ([1], [3]), contiguous=True),
-}
+OPERANDS = {"symmetric_eigenvalues": checks.Operands([("E", torch.float64)], ([1], [3]), contiguous=True)}
 REFUSALS = [
     ("symmetric_eigenvalues", [("4", torch.float64)], ([1, 1], [2]), "as many entries as rows (1), got 2"),
     ("symmetric_eigenvalues", [("4", torch.float64)], ([1], [1025]), "rows must be from 0 to 1024, got 1025"),

@@ -122,14 +122,7 @@ def test_networks_of_the_group_convolutions_have_the_printed_sizes():
         with torch.device("meta"):
             model = neyshabur(config.layer, 3, 10, config.width, group_conv=config.group_conv)
         counts[entry.row.key] = sum(p.numel() for p in model.parameters()) - entry.printed.parameters
-    assert counts == {
-        "full": 0,
-        "separable": 0,
-        "depthwise_separable": -10,
-        "full-6": 0,
-        "pointwise": 0,
-        "conv": 0,
-    }
+    assert counts == {"full": 0, "separable": 0, "depthwise_separable": -10, "full-6": 0, "pointwise": 0, "conv": 0}
     assert {c.task for c in configs} == {"rotated"}
 
 
@@ -188,10 +181,7 @@ def test_rows_that_ask_for_one_run_share_it():
 def test_seeds_come_one_after_the_other():
     configs, plan_ = plan("toy", rows=["digit-conv"], seeds=(3, 1))
     assert [(c.seed, c.objective) for c in configs] == [(3, "map"), (3, "evidence"), (1, "map"), (1, "evidence")]
-    assert {c.runs for c in plan_.cells} == {
-        (configs[0].name, configs[2].name),
-        (configs[1].name, configs[3].name),
-    }
+    assert {c.runs for c in plan_.cells} == {(configs[0].name, configs[2].name), (configs[1].name, configs[3].name)}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ import pytest
 from ella_cuda import run_folder
 from ella_cuda.reports import results_table, save_report
 from ella_cuda.reports.results import results_csv
-from ella_cuda.reports.text import (
-    number,
-)
+from ella_cuda.reports.text import number
 from python_tests.reports.rows import evaluations, row
 
 

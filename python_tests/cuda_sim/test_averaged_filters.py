@@ -14,8 +14,6 @@ from python_tests.ops.test_averaged_filters import by_sums
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
 from .simulator import Simulator
 
-pytestmark = pytest.mark.simulator
-
 # N, S, H, D. Tiles are 64 x 64 of images and filters, slabs 16 deep and five at a time, copies of 4 where sizes allow; the simulator
 # writes up to 6,000 slopes, or activations in float64, at a time: those of all transforms, of some, or of one.
 SHAPES = [
@@ -67,16 +65,14 @@ def check(simulator: Simulator, given: tuple[Tensor, ...], activation: str) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_averages_and_gradients(
-    simulator: Simulator, shape: tuple[int, ...], activation: str, dtype: torch.dtype
-) -> None:
+def test_averages_and_gradients(simulator, shape, activation, dtype):
     grad, x, bank, bias = arguments(shape, dtype)
     check(simulator, (grad, x, bank, bias if activation != "tanh" else None), activation)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts(simulator: Simulator, layout: str, dtype: torch.dtype) -> None:
+def test_layouts(simulator, layout, dtype):
     check(simulator, arguments((5, 3, 9, 12), dtype, layout), "relu")
     grad, x, bank, bias = arguments((65, 5, 20, 8), dtype)  # some transforms at a time, of a bank that lies by filters
     by_filter = bank.transpose(0, 1).contiguous().transpose(0, 1)
@@ -84,7 +80,7 @@ def test_layouts(simulator: Simulator, layout: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 4, 64])
-def test_transforms_that_blocks_share_out(simulator: Simulator, multiprocessors: int) -> None:
+def test_transforms_that_blocks_share_out(simulator, multiprocessors):
     """One block for all, some with one more transform than others, and one for each."""
     given = arguments((70, 5, 8, 40), torch.float32)
     with simulator.scheduled(multiprocessors=multiprocessors):
@@ -93,7 +89,7 @@ def test_transforms_that_blocks_share_out(simulator: Simulator, multiprocessors:
         assert_accurate(ours, right, own)
 
 
-def test_numbers_rounded_to_tf32(simulator: Simulator) -> None:
+def test_numbers_rounded_to_tf32(simulator):
     """Where it is allowed products have TF32's accuracy, and of small whole numbers they are exact."""
     n, s, h, d = 20, 4, 9, 30
     whole = [torch.randint(-3, 4, size).float() for size in ((n, h), (n, d), (s, h, d), (h,))]
@@ -106,7 +102,7 @@ def test_numbers_rounded_to_tf32(simulator: Simulator) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_gradient_alone(simulator: Simulator, dtype: torch.dtype) -> None:
+def test_one_gradient_alone(simulator, dtype):
     given = arguments((30, 7, 40, 3), dtype)
     everything = run(simulator, *given, "relu")[1:]
     for place in range(3):
@@ -116,7 +112,7 @@ def test_one_gradient_alone(simulator: Simulator, dtype: torch.dtype) -> None:
             assert torch.equal(part, whole) if want else part.shape == (0,)
 
 
-def test_numbers_that_are_not_finite(simulator: Simulator) -> None:
+def test_numbers_that_are_not_finite(simulator):
     x = torch.tensor([[float("nan")], [0.0], [3.0], [-3.0]])
     y, by_x, _, _ = run(simulator, torch.ones(4, 1), x, torch.ones(1, 1, 1), None, "relu")
     assert y[0].isnan() and y[1:].flatten().tolist() == [0, 3, 0]

@@ -9,14 +9,13 @@ from ella_cuda import ops
 from ella_cuda.testing import check_kernel, kernel_cases
 
 from .checking import SCHEDULES
-from .simulator import Simulator
 
 CASES = kernel_cases()
 LIBRARIES = {"circular_conv2d", "circular_conv2d_pool"}  # on CUDA, in place of kernels
 
 
 @pytest.mark.parametrize("case", CASES, ids=[name.replace(" ", "-") for name, *_ in CASES])
-def test_case(simulator: Simulator, case: tuple) -> None:
+def test_case(simulator, case):
     before = simulator.launch_count()
     for schedule in SCHEDULES[1:3]:
         with simulator.on_cpu_tensors(), simulator.scheduled(**schedule, multiprocessors=8):
@@ -25,7 +24,7 @@ def test_case(simulator: Simulator, case: tuple) -> None:
     assert (simulator.launch_count() == before) == (case[0].split()[0] in LIBRARIES)
 
 
-def test_kernels_of_the_cpu_are_back_afterwards(simulator: Simulator) -> None:
+def test_kernels_of_the_cpu_are_back_afterwards(simulator):
     image, numbers = torch.ones(1, 1, 2, 2), torch.eye(3).double().flatten()
     with simulator.on_cpu_tensors():
         before = simulator.launch_count()

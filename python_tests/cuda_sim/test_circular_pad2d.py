@@ -8,9 +8,6 @@ import torch
 from python_tests.ops.test_circular_pad2d import folded, wrapped
 
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
-from .simulator import Simulator
-
-pytestmark = pytest.mark.simulator
 
 # N, C, H, W, pad_h, pad_w; the simulator counts up to 3,000 places in 31 bits.
 SHAPES = [
@@ -27,9 +24,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("moves", [None, "close", "spaced"])
-def test_pad_and_fold(
-    simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype, layout: str, moves: str | None
-) -> None:
+def test_pad_and_fold(simulator, shape, dtype, layout, moves):
     """Images as they are, or moved by their component first."""
     n, c, h, w, pad_h, pad_w = shape
     index = None if moves is None else torch.arange(n) * 3 % 4 + (n == 1)
@@ -44,7 +39,7 @@ def test_pad_and_fold(
     assert_accurate(back, exact, own)
 
 
-def test_no_component_is_nan(simulator: Simulator) -> None:
+def test_no_component_is_nan(simulator):
     """That image alone: the device is not waited for."""
     index = torch.tensor([1, 4, -1, 3])
     for out in (
@@ -56,7 +51,7 @@ def test_no_component_is_nan(simulator: Simulator) -> None:
 
 
 @pytest.mark.parametrize("size", [(0, 2, 4, 5), (2, 0, 4, 5)])
-def test_empty(simulator: Simulator, size: tuple[int, ...]) -> None:
+def test_empty(simulator, size):
     y = simulator.ops.circular_pad2d(torch.zeros(size), 1, 2, None)
     assert y.shape == (*size[:2], 6, 9)
     assert simulator.ops.circular_fold2d(y, 1, 2, None).shape == size

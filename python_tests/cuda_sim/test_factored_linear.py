@@ -15,8 +15,6 @@ from python_tests.ops.checks import before_a_guard_page
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order, same_bits
 from .simulator import Simulator
 
-pytestmark = pytest.mark.simulator
-
 # (N, C, X, D, Y). Float32 products on tensor cores (of a stored intermediate) have tiles of 64 x 64, slabs of 16 and five of them at
 # a time, copies of 4 where sizes allow. Fused tiles are 32 images x 8 channels; slabs hold 64 (c, x) pairs, inner tiles 16
 # channels; results come in columns of 1, 2 or 4 x 32. Float64 is torch's, for a few channels at a time. Every shape crosses some
@@ -99,13 +97,13 @@ def check(simulator: Simulator, given: tuple[Tensor, ...], **device: Any) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, *FUSED, *EMPTY])
-def test_forward_and_backward(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_forward_and_backward(simulator, shape, dtype):
     check(simulator, arguments(shape, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biases", [(False, True), (False, False)])
-def test_without_biases(simulator: Simulator, biases: tuple[bool, bool], dtype: torch.dtype) -> None:
+def test_without_biases(simulator, biases, dtype):
     x, u, v, *both, _ = arguments(SHAPES[1], dtype)
     chosen = [bias if there else None for bias, there in zip(both, biases, strict=True)]
     y = simulator.ops.factored_linear(x, u, v, *chosen)
@@ -118,13 +116,13 @@ GUARD = pytest.param("guard page", marks=pytest.mark.skipif(os.name != "posix", 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS[1:], "offset", "padded", GUARD])
 @pytest.mark.parametrize("shape", [(5, 3, 9, 10, 7), (8, 4, 20, 12, 8), FUSED[2]])
-def test_layouts(simulator: Simulator, shape: tuple[int, ...], layout: str) -> None:
+def test_layouts(simulator, shape, layout):
     check(simulator, arguments(shape, torch.float32, layout))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wanted", range(5))
-def test_only_what_is_asked_for(simulator: Simulator, wanted: int, dtype: torch.dtype) -> None:
+def test_only_what_is_asked_for(simulator, wanted, dtype):
     x, u, v, b_in, _, g = arguments((5, 3, 9, 10, 7), dtype)
     asked = [i == wanted for i in range(5)]
     got = simulator.ops.factored_linear_backward(g, x, u, v, b_in, *asked)
@@ -133,7 +131,7 @@ def test_only_what_is_asked_for(simulator: Simulator, wanted: int, dtype: torch.
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 5, 64])
-def test_work_split_over_blocks(simulator: Simulator, multiprocessors: int) -> None:
+def test_work_split_over_blocks(simulator, multiprocessors):
     """More multiprocessors: y in more parts, and sums over images in shares that are added up afterwards."""
     check(simulator, arguments((100, 3, 5, 2, 70), torch.float32), multiprocessors=multiprocessors)
 
@@ -141,7 +139,7 @@ def test_work_split_over_blocks(simulator: Simulator, multiprocessors: int) -> N
 @pytest.mark.parametrize("split", [1, 3, 100])
 @pytest.mark.parametrize("layout", ["contiguous", "offset"])
 @pytest.mark.parametrize("shape", [(35, 3, 70, 18, 40), (36, 20, 36, 3, 84)])
-def test_depth_split_over_blocks(simulator: Simulator, shape: tuple[int, ...], layout: str, split: int) -> None:
+def test_depth_split_over_blocks(simulator, shape, layout, split):
     """Depths of up to 6 slabs, the last of them not whole: a share of several slabs, of one, more asked for than there are slabs."""
     with simulator.path(intermediate="stored", split=split):
         check(simulator, arguments(shape, torch.float32, layout))
@@ -149,7 +147,7 @@ def test_depth_split_over_blocks(simulator: Simulator, shape: tuple[int, ...], l
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 3, 9, 10, 7), (2, 3, 34, 54, 1), (4, 2, 32, 40, 3), FUSED[2]])
-def test_a_kept_intermediate(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_kept_intermediate(simulator, shape, dtype):
     """It is z, where that is small; from it the gradients are the same to the bit."""
     x, u, v, b_in, b_out, g = arguments(shape, dtype)
     N, C, X, D, Y = shape
@@ -175,9 +173,7 @@ def kernels(simulator: Simulator, call: Callable[[], object]) -> set[str]:
 
 @pytest.mark.parametrize("path", [{}, {"intermediate": "stored"}, {"intermediate": "fused"}], ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[1], FUSED[2]])
-def test_the_intermediate_is_stored_where_it_is_small(
-    simulator: Simulator, shape: tuple[int, ...], path: dict[str, str]
-) -> None:
+def test_the_intermediate_is_stored_where_it_is_small(simulator, shape, path):
     """Unless the path says otherwise."""
     given = arguments(shape, torch.float32)
     way = path.get("intermediate", "fused" if shape in FUSED else "stored")

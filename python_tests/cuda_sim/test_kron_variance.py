@@ -11,8 +11,6 @@ from python_tests.ops.test_kron_variance import diagonal_of, exact
 from .checking import DTYPES, LAYOUTS, arrange, guarded, in_every_order
 from .simulator import Simulator
 
-pytestmark = pytest.mark.simulator
-
 # N, K, T, G, a, b, shared
 SIZES = [
     (1, 1, 1, 1, 1, 1, False),
@@ -53,19 +51,19 @@ def check(simulator: Simulator, args: tuple, diagonal: bool, total: torch.dtype)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_equals_the_sum(simulator: Simulator, size: tuple, diagonal: bool, dtype: torch.dtype) -> None:
+def test_equals_the_sum(simulator, size, diagonal, dtype):
     check(simulator, arguments(size, dtype), diagonal, dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [(3, 2, 1, 2, 5, 6, False), (2, 3, 2, 2, 5, 6, True)])
-def test_layouts_and_float32_rows_beside_a_float64_variance(simulator: Simulator, size: tuple, layout: str) -> None:
+def test_layouts_and_float32_rows_beside_a_float64_variance(simulator, size, layout):
     check(simulator, arguments(size, torch.float32, layout), False, torch.float64)
 
 
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_of_a_jacobian(simulator: Simulator, layout: str, diagonal: bool) -> None:
+def test_of_a_jacobian(simulator, layout, diagonal):
     _, _, l, m, p = arguments((2, 6, 1, 2, 18, 5, False), torch.float64)
     jacobian = arrange(torch.randn(6, 2, 2, 18, 5, dtype=torch.float64), layout)
     check(simulator, (jacobian, None, l, m, p), diagonal, torch.float64)

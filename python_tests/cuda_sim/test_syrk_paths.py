@@ -12,8 +12,6 @@ from . import test_kron_accumulate as strided
 from .checking import arrange, assert_accurate, in_every_order
 from .simulator import Simulator
 
-pytestmark = pytest.mark.simulator
-
 # product, tile, the kernel
 TILES = [("scalar", tile, f"syrk_scalar_kernelIfLi{tile}E") for tile in (16, 32, 64)]
 TILES += [("mma", tile, f"syrk_tensor_kernelILi{tile}E") for tile in (32, 64, 128)]
@@ -27,7 +25,7 @@ def kernels(simulator: Simulator) -> set[str]:
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "permuted"])
 @pytest.mark.parametrize(("product", "tile", "kernel"), TILES)
-def test_each_product_and_tile(simulator: Simulator, product: str, tile: int, kernel: str, layout: str) -> None:
+def test_each_product_and_tile(simulator, product, tile, kernel, layout):
     """Blocks narrower than a tile, as wide, and of several tiles where the path has them."""
     for N, G, d in [(70, 2, 7), (37, 1, tile)] + [(45, 1, tile + 9), (33, 1, 2 * tile + 94)] * (tile >= 64):
         start, rows = strided.symmetric(G, d, torch.float32), arrange(torch.randn(N, G, d), layout)
@@ -41,7 +39,7 @@ def test_each_product_and_tile(simulator: Simulator, product: str, tile: int, ke
 
 
 @pytest.mark.parametrize(("product", "tile", "kernel"), TILES)
-def test_each_product_and_tile_of_patches(simulator: Simulator, product: str, tile: int, kernel: str) -> None:
+def test_each_product_and_tile_of_patches(simulator, product, tile, kernel):
     geometry = ((3, 4, 5, 4), (2, 2), (1, 1), (1, 1), (1, 1))
     start, x = conv.problem(geometry, torch.float32)
     call = (x, *geometry[1:], True, 0.7)
@@ -55,7 +53,7 @@ def test_each_product_and_tile_of_patches(simulator: Simulator, product: str, ti
 
 @pytest.mark.parametrize("product", ["scalar", "mma", "wgmma"])
 @pytest.mark.parametrize("split", [1, 2, 5, 1000])
-def test_rows_are_cut_into_so_many_shares(simulator: Simulator, product: str, split: int) -> None:
+def test_rows_are_cut_into_so_many_shares(simulator, product, split):
     """Of float32 rows a float64 factor takes no more than 1,024 a share, so that the shares tell how many launches there are."""
     start, rows = strided.symmetric(1, 34, torch.float64) + 2.0**40, strided.integers(2500, 1, 34)
     with (
@@ -70,7 +68,7 @@ def test_rows_are_cut_into_so_many_shares(simulator: Simulator, product: str, sp
 
 
 @pytest.mark.parametrize("split", [1, 3])
-def test_shares_of_float32_factors(simulator: Simulator, split: int) -> None:
+def test_shares_of_float32_factors(simulator, split):
     start, rows = strided.symmetric(2, 40, torch.float32), torch.randn(300, 2, 40)
     kernels(simulator)
     with simulator.path(split=split):

@@ -17,15 +17,9 @@ from .simulator import Simulator
 # N, S, H, D. Tiles are 64 x 64 of images and filters, slabs 16 deep and five at a time, copies of 4 where sizes allow; the simulator
 # writes up to 6,000 slopes, or activations in float64, at a time: those of all transforms, of some, or of one.
 SHAPES = [
-    (1, 1, 1, 1),
-    (5, 3, 9, 10),
-    (68, 2, 4, 20),
-    (3, 5, 66, 37),
-    (65, 3, 67, 100),
-    (64, 4, 64, 8),
-    (30, 7, 40, 3),
+    (1, 1, 1, 1), (5, 3, 9, 10), (68, 2, 4, 20), (3, 5, 66, 37), (65, 3, 67, 100), (64, 4, 64, 8), (30, 7, 40, 3),
     (3, 2, 2, 0),
-]
+]  # fmt: skip
 
 
 def arguments(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, ...]:

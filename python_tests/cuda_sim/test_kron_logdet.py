@@ -11,15 +11,9 @@ from .simulator import Simulator
 
 # (G, a, b, shared)
 SIZES = [
-    (1, 1, 1, False),
-    (3, 5, 7, False),
-    (3, 5, 7, True),
-    (2, 300, 2, True),
-    (40, 9, 1, True),
-    (2, 3, 70, False),
-    (1, 2, 5000, True),
-    (2, 0, 4, True),
-]
+    (1, 1, 1, False), (3, 5, 7, False), (3, 5, 7, True), (2, 300, 2, True), (40, 9, 1, True), (2, 3, 70, False),
+    (1, 2, 5000, True), (2, 0, 4, True),
+]  # fmt: skip
 
 
 def arguments(size: tuple, dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, ...]:

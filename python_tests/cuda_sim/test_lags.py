@@ -13,17 +13,10 @@ from .test_conv_kron_accumulate import accumulated, exact, problem
 # shape, kernel: one channel and one group of them, several, more tasks than a block has threads; images that fill a unit, that are
 # cut into bands, narrower and lower than the lags, of widths that are no multiple of four
 PROBLEMS = [
-    ((3, 1, 5, 4), (3, 3)),
-    ((2, 7, 6, 9), (3, 3)),
-    ((1, 2, 3, 2), (3, 3)),
-    ((40, 2, 6, 7), (3, 3)),
-    ((2, 1, 37, 33), (3, 3)),
-    ((1, 21, 4, 5), (3, 3)),
-    ((2, 4, 7, 10), (5, 5)),
-    ((2, 2, 2, 3), (3, 5)),
-    ((3, 3, 4, 6), (1, 3)),
-    ((2, 2, 9, 8), (7, 3)),
-]
+    ((3, 1, 5, 4), (3, 3)), ((2, 7, 6, 9), (3, 3)), ((1, 2, 3, 2), (3, 3)), ((40, 2, 6, 7), (3, 3)),
+    ((2, 1, 37, 33), (3, 3)), ((1, 21, 4, 5), (3, 3)), ((2, 4, 7, 10), (5, 5)), ((2, 2, 2, 3), (3, 5)),
+    ((3, 3, 4, 6), (1, 3)), ((2, 2, 9, 8), (7, 3)),
+]  # fmt: skip
 
 
 def circular(shape: tuple[int, ...], kernel: tuple[int, int], dtype: torch.dtype, layout: str = "contiguous"):

@@ -66,17 +66,17 @@ def test_idx_data_sets_from_every_folder(tmp_path, name, folder, compress):
     assert data.test_ids.tolist() == list(range(12, 17))
 
 
-def test_images_and_labels_must_be_equally_many(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "count", "words"),
+    [
+        ("t10k-labels-idx1-ubyte", 6, r"5 images and .* 6 labels"),
+        ("train-images-idx3-ubyte", 12, r"train-images-idx3-ubyte.gz must have 3 dimension"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(tmp_path, file, count, words):
     write_mnist(tmp_path)
-    write_idx(tmp_path / "t10k-labels-idx1-ubyte", np.zeros(6), compress=True)
-    with pytest.raises(ValueError, match=r"5 images and .* 6 labels"):
-        load("mnist", tmp_path)
-
-
-def test_images_of_one_dimension_are_refused(tmp_path):
-    write_mnist(tmp_path)
-    write_idx(tmp_path / "train-images-idx3-ubyte", np.zeros(12), compress=True)
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz must have 3 dimension"):
+    write_idx(tmp_path / file, np.zeros(count), compress=True)
+    with pytest.raises(ValueError, match=words):
         load("mnist", tmp_path)
 
 
@@ -390,27 +390,28 @@ def test_another_data_sets_file_is_refused(tmp_path, monkeypatch):
     assert len(load("fashion-mnist", tmp_path).train_images) == 12
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_cifars_checksums_are_torchvisions(name):
+@pytest.fixture
+def of_torchvision(name):
+    """Torchvision's class of a data set."""
     try:
         from torchvision import datasets
     except Exception as error:
         pytest.skip(f"torchvision does not import: {error}")
-    kind = getattr(datasets, name.upper())
-    assert PUBLISHED[name] == {file: digest for file, digest in [*kind.train_list, *kind.test_list]}
-    assert (kind.filename, kind.base_folder) == (ARCHIVES[name], FOLDERS[name])
+    return getattr(datasets, name.upper())
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_our_cifar_is_torchvisions(tmp_path, name):
-    try:
-        from torchvision import datasets
-    except Exception as error:
-        pytest.skip(f"torchvision does not import: {error}")
+def test_cifars_checksums_are_torchvisions(name, of_torchvision):
+    published = [*of_torchvision.train_list, *of_torchvision.test_list]
+    assert PUBLISHED[name] == dict(published)
+    assert (of_torchvision.filename, of_torchvision.base_folder) == (ARCHIVES[name], FOLDERS[name])
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_our_cifar_is_torchvisions(tmp_path, name, of_torchvision):
     write_cifar(tmp_path, name == "cifar100", 2)
-    kind = getattr(datasets, name.upper())
 
-    class Unchecked(kind):  # the checksums are those of the real archives
+    class Unchecked(of_torchvision):  # the checksums are those of the real archives
         def _check_integrity(self) -> bool:
             return True
 

@@ -17,6 +17,7 @@ from ella_cuda.experiments import configure, evaluate, load_run, prepare_for, re
 from ella_cuda.experiments.run import SAMPLED, SHOWN_COPIES
 from ella_cuda.metrics import nll
 from ella_cuda.training.trainer import MarglikTrainer
+from python_tests.interrupting import interrupted
 
 SMALL = {"width": 1, "epochs": 3, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 30, "test_size": 20}
 SMALL |= {"copies": 2}
@@ -70,18 +71,10 @@ def test_amounts_are_in_rows_tables_pictures_and_inspect(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_running_run_shows_its_amounts(tmp_path, monkeypatch, capsys):
+def test_a_running_run_shows_its_amounts(tmp_path, capsys):
     folder = tmp_path / "out"
-    epoch = MarglikTrainer.epoch
-
-    def stop(self):
-        if self.epochs == 2:
-            raise KeyboardInterrupt
-        return epoch(self)
-
     options = ["train", *OPTIONS, "--task", "plain", "--layer", "conv", "--objective", "evidence"]
-    with monkeypatch.context() as patched:
-        patched.setattr(MarglikTrainer, "epoch", stop)
+    with interrupted(MarglikTrainer, "epoch", lambda self: self.epochs == 2):
         assert cli.main([*options, "--out", str(folder)]) == 130
     capsys.readouterr()
     assert cli.main(["inspect", str(folder), "--json"]) == 0

@@ -8,11 +8,13 @@ import math
 import mmap
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ella_cuda
@@ -143,15 +145,23 @@ def close_in_another_order(actual: Tensor, exact: Tensor) -> None:
     )
 
 
-def same_for_any_number_of_threads(call: Callable[[], Any], threads: tuple[int, ...] = (1, 2, 3)) -> None:
-    """A call's tensors to the bit, on the CPU."""
-    before, results = torch.get_num_threads(), []
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
     try:
-        for number in threads:
-            torch.set_num_threads(number)
-            results.append(tree_leaves(call()))
+        yield
     finally:
         torch.set_num_threads(before)
+
+
+def same_for_any_number_of_threads(call: Callable[[], Any], numbers: tuple[int, ...] = (1, 2, 3)) -> None:
+    """A call's tensors to the bit, on the CPU."""
+    results = []
+    for number in numbers:
+        with threads(number):
+            results.append(tree_leaves(call()))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -179,14 +189,22 @@ def runs_during(call: Callable[[], Any], *names: str) -> tuple[Any, dict[str, in
     return result, {name: sum(e.name == name for e in profile.events()) for name in names}
 
 
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor's memory has which an operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.numbers = max([self.numbers, *(t.untyped_storage().nbytes() // t.element_size() for t in made)])
+        return result
+
+
 def peak_bytes(call: Callable[[], Any]) -> int:
     """What a call on two threads of the CPU needs at a time, scratch included; skips where the system does not tell."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         peak = load("memory").peak_bytes(call, torch.device("cpu"))
-    finally:
-        torch.set_num_threads(threads)
     if peak is None:
         pytest.skip("the system does not tell a peak")
     return peak

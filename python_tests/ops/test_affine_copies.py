@@ -31,16 +31,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*unit-size grids")
 # N, S, C, H, W and whether all images share maps: odd sides, sides of one pixel, whole vectors of places and not, several blocks of
 # rows, one image whose channels are several tasks', more images than tasks are wanted.
 SHAPES = [
-    (3, 4, 2, 5, 6, False),
-    (3, 4, 2, 7, 6, True),
-    (2, 3, 1, 1, 5, False),
-    (2, 3, 1, 4, 1, True),
-    (1, 2, 1, 1, 1, False),
-    (1, 5, 7, 3, 3, True),
-    (40, 2, 2, 3, 4, True),
-    (2, 3, 3, 4, 40, False),
+    (3, 4, 2, 5, 6, False), (3, 4, 2, 7, 6, True), (2, 3, 1, 1, 5, False), (2, 3, 1, 4, 1, True),
+    (1, 2, 1, 1, 1, False), (1, 5, 7, 3, 3, True), (40, 2, 2, 3, 4, True), (2, 3, 3, 4, 40, False),
     (1, 2, 2, 40, 33, False),
-]
+]  # fmt: skip
 
 
 def arguments(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:

@@ -34,15 +34,9 @@ VECTORISED = ["test_sums", "test_the_accuracy_of_torch"]
 # N, S, H, D: single numbers, panels and tiles that are whole, less than whole and one more than whole, several groups of panels, more
 # transforms than are summed at once, sums of nothing.
 SHAPES = [
-    (3, 4, 5, 7),
-    (1, 1, 1, 1),
-    (64, 2, 64, 64),
-    (65, 3, 65, 65),
-    (300, 2, 3, 9),
-    (5, 70, 3, 4),
-    (2, 2, 130, 20),
+    (3, 4, 5, 7), (1, 1, 1, 1), (64, 2, 64, 64), (65, 3, 65, 65), (300, 2, 3, 9), (5, 70, 3, 4), (2, 2, 130, 20),
     (4, 3, 2, 0),
-]
+]  # fmt: skip
 NAMES = [name for name in ACTIVATIONS if name != "identity"]
 
 

@@ -209,49 +209,36 @@ def test_compile(kind, device):
 
 def test_errors(device):
     x, points, anchors, w = arguments(device)
+    number = "inverse_lengthscale must be"
     for call in (lambda *a: ops.basis_project(x, *a), ops.basis_matrix):
-        with pytest.raises(ValueError, match="kind must be one of 'exponential', 'interpolating', got 'linear'"):
-            call(points, anchors, w, "linear")
-        with pytest.raises(
-            ValueError, match=r"anchors must have shape \(A, P\) with the P = 2 of points, got \(3, 1\)"
-        ):
-            call(points, anchors[:, :1], w)
-        with pytest.raises(ValueError, match="points must have shape"):
-            call(points[0], anchors, w)
-        with pytest.raises(ValueError, match="anchors must have the dtype of points"):
-            call(points, anchors.float(), w)
-        for wrong in (-1.0, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match="inverse_lengthscale must be at least 0 and finite, got"):
-                call(points, anchors, wrong)
-            if device.type == "cpu":
-                with pytest.raises(ValueError, match="inverse_lengthscale must be at least 0 and finite, got"):
-                    call(points, anchors, torch.tensor(wrong))
-        with pytest.raises(ValueError, match=r"inverse_lengthscale must have one element, got shape \(2,\)"):
-            call(points, anchors, torch.ones(2, device=device))
-        with pytest.raises(TypeError, match=r"inverse_lengthscale must be floating point, got torch\.int64"):
-            call(points, anchors, torch.tensor(1, device=device))
-        with pytest.raises(TypeError, match="inverse_lengthscale must be a number or a tensor, got str"):
-            call(points, anchors, "1")
-        with pytest.raises(ValueError, match=r"kind must be one of.*got \['exponential'\]"):
-            call(points, anchors, w, ["exponential"])
-        with pytest.raises(TypeError, match=r"anchors must be a tensor \(A, P\), got list"):
-            call(points, anchors.tolist(), w)
-        with pytest.raises(TypeError, match=r"points must be a tensor \(X, P\), got NoneType"):
-            call(None, anchors, w)
-        with pytest.raises(
-            ValueError, match=r"inverse_lengthscale must be on the CPU or on the device of points \(c.*got meta"
-        ):
-            call(points, anchors, torch.ones((), device="meta"))
+        for kind, words, *args in (
+            (ValueError, "kind must be one of 'exponential', 'interpolating', got 'linear'", points, anchors, w, "linear"),
+            (ValueError, r"kind must be one of.*got \['exponential'\]", points, anchors, w, ["exponential"]),
+            (ValueError, r"anchors must have shape \(A, P\) with the P = 2 of points, got \(3, 1\)", points, anchors[:, :1], w),
+            (ValueError, "points must have shape", points[0], anchors, w),
+            (ValueError, "anchors must have the dtype of points", points, anchors.float(), w),
+            (TypeError, r"anchors must be a tensor \(A, P\), got list", points, anchors.tolist(), w),
+            (TypeError, r"points must be a tensor \(X, P\), got NoneType", None, anchors, w),
+            *((ValueError, f"{number} at least 0 and finite, got", points, anchors, wrong) for wrong in (-1.0, np.nan, np.inf)),
+            (ValueError, r"inverse_lengthscale must have one element, got shape \(2,\)", points, anchors, torch.ones(2, device=device)),
+            (TypeError, rf"{number} floating point, got torch\.int64", points, anchors, torch.tensor(1, device=device)),
+            (TypeError, f"{number} a number or a tensor, got str", points, anchors, "1"),
+            (ValueError, rf"{number} on the CPU or on the device of points \(c.*got meta", points, anchors, torch.ones((), device="meta")),
+        ):  # fmt: skip
+            with pytest.raises(kind, match=words):
+                call(*args)
+        for wrong in (-1.0, np.nan, np.inf) if device.type == "cpu" else ():
+            with pytest.raises(ValueError, match=f"{number} at least 0 and finite, got"):
+                call(points, anchors, torch.tensor(wrong))
     for kind in KINDS:  # whatever it is computed with, the message speaks of what was called
-        with pytest.raises(ValueError, match=r"^basis_project: anchors must have shape"):
-            ops.basis_project(x, points, anchors[:, :1], w, kind)
-        with pytest.raises(TypeError, match=r"^basis_project: x must be a tensor \(\.\.\., X\), got ndarray"):
-            ops.basis_project(x.cpu().numpy(), points, anchors, w, kind)
-        with pytest.raises(TypeError, match=r"^basis_project: x must be float32 or float64, got torch\.int64"):
-            ops.basis_project(x.long(), points, anchors, w, kind)
+        for error, words, *args in (
+            (ValueError, "anchors must have shape", x, points, anchors[:, :1], w),
+            (TypeError, r"x must be a tensor \(\.\.\., X\), got ndarray", x.cpu().numpy(), points, anchors, w),
+            (TypeError, r"x must be float32 or float64, got torch\.int64", x.long(), points, anchors, w),
+            (ValueError, r"x must have shape \(\.\.\., X\) with the X = 6 of points, got \(3, 5\)", x[:, :5], points, anchors, w),
+            (ValueError, "points must have the dtype of x", x.float(), points, anchors, w),
+        ):  # fmt: skip
+            with pytest.raises(error, match=f"^basis_project: {words}"):
+                ops.basis_project(*args, kind)
     with pytest.raises(TypeError, match=r"points must be float32 or float64, got torch\.int64"):
         ops.basis_matrix(points.long(), anchors.long(), w)
-    with pytest.raises(ValueError, match=r"x must have shape \(\.\.\., X\) with the X = 6 of points, got \(3, 5\)"):
-        ops.basis_project(x[:, :5], points, anchors, w)
-    with pytest.raises(ValueError, match="points must have the dtype of x"):
-        ops.basis_project(x.float(), points, anchors, w)

@@ -34,15 +34,9 @@ REFUSALS = [
 
 # N, C, H, W, pad_h, pad_w: the usual border; none in one direction; as wide as the image, and wider, more than once around.
 SHAPES = [
-    (3, 2, 5, 6, 1, 1),
-    (2, 3, 4, 7, 0, 2),
-    (2, 2, 3, 4, 3, 0),
-    (1, 3, 4, 3, 4, 3),
-    (2, 1, 2, 3, 5, 10),
-    (5, 2, 1, 1, 1, 2),
-    (2, 2, 32, 32, 1, 1),
-    (70, 40, 8, 4, 2, 1),
-]
+    (3, 2, 5, 6, 1, 1), (2, 3, 4, 7, 0, 2), (2, 2, 3, 4, 3, 0), (1, 3, 4, 3, 4, 3), (2, 1, 2, 3, 5, 10),
+    (5, 2, 1, 1, 1, 2), (2, 2, 32, 32, 1, 1), (70, 40, 8, 4, 2, 1),
+]  # fmt: skip
 
 
 def choices(n: int, device: torch.device) -> Tensor:

@@ -22,14 +22,8 @@ OPERANDS = {
 
 # M, X, A, P: one of everything; whole vectors and not; few anchors; several tiles, panels, shares and reduction lengths
 SHAPES = [
-    (1, 1, 1, 1),
-    (5, 4, 2, 2),
-    (3, 70, 2, 2),
-    (7, 33, 17, 3),
-    (1, 600, 300, 2),
-    (4200, 20, 6, 2),
-    (300, 300, 140, 1),
-]
+    (1, 1, 1, 1), (5, 4, 2, 2), (3, 70, 2, 2), (7, 33, 17, 3), (1, 600, 300, 2), (4200, 20, 6, 2), (300, 300, 140, 1),
+]  # fmt: skip
 
 
 def arguments(

@@ -127,17 +127,10 @@ def test_sums_over_many_rows_are_short(shape, strided):
 @pytest.mark.parametrize(
     "shape",
     [
-        (5, 3, 5),
-        (70, 2, 41),
-        (300, 3, 70),
-        (30, 1, 300),
-        (30, 1, 301),
-        (4501, 1, 37),
-        (70, 30, 3),
-        (70, 7, 4),
+        (5, 3, 5), (70, 2, 41), (300, 3, 70), (30, 1, 300), (30, 1, 301), (4501, 1, 37), (70, 30, 3), (70, 7, 4),
         (70, 27, 40),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("block", ["adjacent", "apart", "overlapping", "the same"])
 @pytest.mark.parametrize(
     ("dtype", "total"), [*((d, torch.promote_types(d, torch.float32)) for d in DTYPES), (torch.float32, torch.float64)]
@@ -202,18 +195,10 @@ def test_what_lies_around_the_rows_does_not_matter(shape, dtype, device):
 @pytest.mark.parametrize(
     "shape",
     [
-        (1000, 2, 40),
-        (1000, 40, 3),
-        (1000, 3, 16),
-        (600, 3, 70),
-        (300, 1, 300),
-        (50, 3, 300),
-        (4501, 1, 37),
-        (12501, 1, 37),
-        (300, 7, 200),
-        (70_001, 1, 8),
+        (1000, 2, 40), (1000, 40, 3), (1000, 3, 16), (600, 3, 70), (300, 1, 300), (50, 3, 300), (4501, 1, 37),
+        (12501, 1, 37), (300, 7, 200), (70_001, 1, 8),
     ],
-)
+)  # fmt: skip
 def test_rows_beyond_one_tile_add_up_in_a_fixed_order(shape):
     factor, rows = tensors(shape, torch.device("cpu"), torch.float32)
     checks.same_for_any_number_of_threads(lambda: ops.kron_accumulate_(factor.clone(), rows))

@@ -17,21 +17,11 @@ VECTORISED = ["test_images_of_one_polyphase_component", "test_gradients_of_one_p
 
 # Even sides, with halves wider and narrower than a vector, and than the kernel; products enough for the short cut.
 COMPONENT_SHAPES = [
-    (5, 10, 12, 32, 64, 3, 3),
-    (19, 11, 10, 16, 8, 3, 3),
-    (6, 7, 6, 4, 34, 3, 5),
-    (21, 3, 4, 8, 4, 7, 5),
-    (5, 10, 10, 2, 2, 3, 3),
-    (4, 3, 3, 2, 6, 5, 9),
-    (5, 10, 12, 4, 16, 3, 3),
-    (3, 10, 12, 4, 32, 3, 3),
-    (21, 12, 13, 4, 4, 3, 3),
-    (9, 10, 12, 2, 8, 5, 7),
-    (8, 80, 80, 4, 4, 3, 3),
-    (8, 80, 160, 2, 2, 3, 3),
-    (3, 32, 41, 48, 48, 3, 3),
-    (2, 64, 66, 16, 18, 3, 3),
-]
+    (5, 10, 12, 32, 64, 3, 3), (19, 11, 10, 16, 8, 3, 3), (6, 7, 6, 4, 34, 3, 5), (21, 3, 4, 8, 4, 7, 5),
+    (5, 10, 10, 2, 2, 3, 3), (4, 3, 3, 2, 6, 5, 9), (5, 10, 12, 4, 16, 3, 3), (3, 10, 12, 4, 32, 3, 3),
+    (21, 12, 13, 4, 4, 3, 3), (9, 10, 12, 2, 8, 5, 7), (8, 80, 80, 4, 4, 3, 3), (8, 80, 160, 2, 2, 3, 3),
+    (3, 32, 41, 48, 48, 3, 3), (2, 64, 66, 16, 18, 3, 3),
+]  # fmt: skip
 # Weights so many that their gradient is a product of matrices, with patches of some of the images at a time.
 MANY_WEIGHTS = (115, 45, 187, 10, 12, 3, 3)
 

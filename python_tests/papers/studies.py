@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ella_cuda import cli
+from python_tests.interrupting import interrupted
 
 
 def run(*args: str) -> None:
@@ -41,15 +41,7 @@ def check_goes_on(
     killed = str(folder / "killed")
     command = [*options, "--out", killed]
     for kind, name, condition in stops:
-        method = getattr(kind, name)
-
-        def stopping(self, *args: Any, method=method, condition=condition) -> Any:
-            if condition(self, *args):
-                raise KeyboardInterrupt
-            return method(self, *args)
-
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(kind, name, stopping)
+        with interrupted(kind, name, condition):
             assert cli.main(["reproduce", *command]) == 130
         assert f"go on with: ella-cuda reproduce --resume {killed}" in capsys.readouterr().err
         command = ["--resume", killed]

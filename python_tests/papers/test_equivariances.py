@@ -209,17 +209,13 @@ def test_whose_rows_a_data_set_answers(table, data, answered):
 @pytest.mark.parametrize(
     ("data", "scale", "epochs", "expected"),
     [  # recipes: digits 60 epochs, burn-in 10, every 20; fashion-mnist 20, 2, 2
-        ("digits", 1.0, None, (None, 60, 10, 20)),
-        ("digits", 0.2, None, (287, 12, 2, 4)),
-        ("digits", 0.5, None, (719, 30, 5, 10)),
-        ("digits", 0.02, None, (29, 2, 0, 1)),
-        ("fashion-mnist", 0.05, None, (3000, 2, 0, 1)),
-        ("fashion-mnist", 0.05, 30, (3000, 30, 2, 4)),
-        ("fashion-mnist", 0.05, 5, (3000, 5, 1, 2)),
-        ("digits", 1.0, 9, (None, 9, 2, 3)),
+        ("digits", 1.0, None, (None, 60, 10, 20)), ("digits", 0.2, None, (287, 12, 2, 4)),
+        ("digits", 0.5, None, (719, 30, 5, 10)), ("digits", 0.02, None, (29, 2, 0, 1)),
+        ("fashion-mnist", 0.05, None, (3000, 2, 0, 1)), ("fashion-mnist", 0.05, 30, (3000, 30, 2, 4)),
+        ("fashion-mnist", 0.05, 5, (3000, 5, 1, 2)), ("digits", 1.0, 9, (None, 9, 2, 3)),
         ("digits", 1.0, 1, (None, 1, 0, 1)),
     ],
-)
+)  # fmt: skip
 def test_what_follows_the_scale(data, scale, epochs, expected):
     found = scaled(data, IMAGES[data], scale, epochs)
     assert (found["train_size"], found["epochs"], found["burn_in"], found["frequency"]) == expected

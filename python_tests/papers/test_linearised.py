@@ -23,6 +23,7 @@ from ella_cuda.papers.linearised import (
 )
 from ella_cuda.papers.studies import study
 from ella_cuda.training.trainer import MarglikTrainer
+from python_tests.interrupting import interrupted
 from python_tests.papers.studies import check_goes_on, files, run, table
 
 SMALL = ["--scale", "0.06", "--seed", "0", "--jobs", "1", "--device", "cpu"]
@@ -106,19 +107,8 @@ def test_studies_of_a_folder_are_its_own(tmp_path, capsys, monkeypatch):
 
     for name, seeds in (("out", "01"), ("other", "01")):
         scale = "0.1" if name == "out" else "0.2"
-        run(
-            "linearised",
-            "--part",
-            "toy",
-            "--seed",
-            *seeds,
-            "--scale",
-            scale,
-            "--jobs",
-            "1",
-            "--out",
-            str(tmp_path / name),
-        )
+        options = f"linearised --part toy --scale {scale} --jobs 1 --seed".split()
+        run(*options, *seeds, "--out", str(tmp_path / name))
     assert resume("out") == (0, "")
     first, second = (tmp_path / "out" / f"toy-seed{i}" for i in (0, 1))
     whole = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -310,15 +300,10 @@ def test_networks_are_a_table_beside_the_talks_and_go_on(tmp_path, monkeypatch, 
     }
     assert len({r["nll"] for r in rows if r["network"] == "cnn"}) == 8
 
-    measure = study.Work.kept
+    def fourth(work, name, _):
+        return work.folder.name.endswith("cnn-seed1") and name == "linear-normalised"
 
-    def stop(self, name, measured):
-        if self.folder.name.endswith("cnn-seed1") and name == "linear-normalised":
-            raise KeyboardInterrupt
-        return measure(self, name, measured)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(study.Work, "kept", stop)
+    with interrupted(study.Work, "kept", fourth):
         assert cli.main(["reproduce", *options, "--out", str(tmp_path / "killed")]) == 130
     assert "2 of 4 networks are done" in (tmp_path / "killed" / "networks.txt").read_text()
     run("--resume", str(tmp_path / "killed"), "--jobs", "1")

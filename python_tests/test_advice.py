@@ -174,52 +174,22 @@ LAST = {"subset_of_weights": "last_layer"}
 DIAGONAL, LEFT = {"unknown": "diagonal"}, {"unknown": "freeze"}
 # What is refused, by which words and with which settings; the model and the settings that the words recommend.
 CASES: dict[str, tuple[Any, dict[str, Any], str, Any, dict[str, Any]]] = {
-    "positions, expanded": (
-        lambda: positions(False),
-        {},
-        r"as torch.arange\(T\).expand",
-        instead(lambda: positions(True)),
-        {},
-    ),
+    "positions, expanded": (lambda: positions(False), {}, r"as torch.arange\(T\).expand", instead(lambda: positions(True)), {}),
     "positions, frozen": (lambda: positions(False), {}, "or freeze the layer", freeze("at"), {}),
     "max_norm, without": (lambda: words(max_norm=0.5), {}, "max_norm=None", instead(words), {}),
     "max_norm, frozen": (lambda: words(max_norm=0.5), {}, "or freeze it", freeze("embed"), {}),
     "max_norm of bags, frozen": (lambda: words(nn.EmbeddingBag, max_norm=0.5), {}, "or freeze it", freeze("embed"), {}),
     "bags, frozen": (lambda: words(nn.EmbeddingBag, mode="max"), {}, "freeze the layer", freeze("embed"), {}),
-    "bags, mean": (
-        lambda: words(nn.EmbeddingBag, mode="max"),
-        {},
-        "'sum' or 'mean'",
-        instead(lambda: words(nn.EmbeddingBag)),
-        {},
-    ),
-    "beside, a layer": (
-        lambda: twice(False),
-        {},
-        "nn.Linear with its weight set to this one",
-        instead(lambda: twice(True)),
-        {},
-    ),
+    "bags, mean": (lambda: words(nn.EmbeddingBag, mode="max"), {}, "'sum' or 'mean'", instead(lambda: words(nn.EmbeddingBag)), {}),
+    "beside, a layer": (lambda: twice(False), {}, "nn.Linear with its weight set to this one", instead(lambda: twice(True)), {}),
     "beside, frozen": (lambda: twice(False), {}, "freeze it with", freeze("first.weight"), {}),
     "replaced, frozen": (replaced, {}, "or freeze it", freeze("first"), {}),
     "forces, frozen": (forces, {}, "Freeze these layers", freeze("first", "energy"), {}),
     "forces, behind": (forces, {}, "or fit those behind them alone", lambda m: m, {"subset_of_weights": ["head"]}),
     "listed, frozen": (lambda: listed(False), DIAGONAL, "or freeze it", freeze("own"), {}),
-    "listed, attribute": (
-        lambda: listed(False),
-        DIAGONAL,
-        "Read it as an attribute",
-        instead(lambda: listed(True)),
-        DIAGONAL,
-    ),
+    "listed, attribute": (lambda: listed(False), DIAGONAL, "Read it as an attribute", instead(lambda: listed(True)), DIAGONAL),
     "attention, frozen": (lambda: attentions(True), {}, "or freeze it", freeze("attention"), {}),
-    "attention, apart": (
-        lambda: attentions(True),
-        {},
-        "Give each use its own layer",
-        instead(lambda: attentions(False)),
-        {},
-    ),
+    "attention, apart": (lambda: attentions(True), {}, "Give each use its own layer", instead(lambda: attentions(False)), {}),
     "LSTM, frozen": (lambda: recurrent(nn.LSTM), {}, "freeze the parameters", freeze("layer"), {}),
     "LSTM, left out": (lambda: recurrent(nn.LSTM), {}, "unknown='freeze'", lambda m: m, LEFT),
     "LSTM, diagonal": (lambda: recurrent(nn.LSTM), {}, "unknown='diagonal'", lambda m: m, DIAGONAL),
@@ -228,13 +198,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, Any, dict[str, Any]]] = {
     "weight_norm, frozen": (weight_normed, {}, "freeze the parameters", freeze("0"), {}),
     "weight_norm, diagonal": (weight_normed, {}, "unknown='diagonal'", lambda m: m, DIAGONAL),
     "weight_norm, removed": (weight_normed, {}, "no curvature rule", without_norm, {}),
-    "old weight_norm": (
-        lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2))),
-        {},
-        "weight_g",
-        without_old_norm,
-        {},
-    ),
+    "old weight_norm": (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2))), {}, "weight_g", without_old_norm, {}),
     "subclass, frozen": (lambda: nn.Sequential(Doubled(3, 4), nn.Linear(4, 2)), {}, "Register one", lambda m: m, LEFT),
     "statistics, GroupNorm": (
         lambda: mlp(nn.BatchNorm1d(4, track_running_stats=False)),
@@ -254,7 +218,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, Any, dict[str, Any]]] = {
     "last layer, named": (turned, LAST, r"\['its name'\]", lambda m: m, {"subset_of_weights": ["head"]}),
     "shared, all": (lambda: twice(True), {"subset_of_weights": ["first"]}, "subset_of_weights='all'", lambda m: m, {}),
     "no gradient, frozen": (lambda: mlp(Zeta()), {}, "or freeze with requires_grad_", freeze("0"), {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "settings", "words", "mend", "others"), CASES.values(), ids=CASES)

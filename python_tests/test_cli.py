@@ -20,6 +20,7 @@ from ella_cuda import __version__, cli, experiments
 from ella_cuda.reports.pictures import Drawn
 from ella_cuda.testing import KernelCheck, kernel_cases
 from python_tests.forked import Child
+from python_tests.ops.checks import threads
 
 CODE = "import sys; from ella_cuda_command import main; sys.exit(main())"
 SMALL = shlex.split("--width 1 --epochs 2 --burn-in 0 --frequency 1 --hypersteps 2 --train-size 40 --test-size 40")
@@ -41,14 +42,9 @@ def run(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def run_here(*args: str) -> None:
     """As :func:`run` computes, in this process and without pictures: the numbers to compare a run of another process with."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ella_cuda.reports.results.save_pictures", lambda *_: Drawn())
-            assert cli.main([*args]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    with threads(1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ella_cuda.reports.results.save_pictures", lambda *_: Drawn())
+        assert cli.main([*args]) == 0
 
 
 def test_a_reader_that_leaves_early_is_no_complaint(tmp_path, asked):

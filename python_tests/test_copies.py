@@ -38,11 +38,7 @@ def saved(thing: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-WAYS = {
-    "copy.copy": copy.copy,
-    "copy.deepcopy": copy.deepcopy,
-    "torch.save, which pickles": saved,
-}
+WAYS = {"copy.copy": copy.copy, "copy.deepcopy": copy.deepcopy, "torch.save, which pickles": saved}
 
 
 # what there is to copy ------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from ella_cuda.models import neyshabur
 from ella_cuda.reports import layer_table
 from ella_cuda.reports.text import number
 from ella_cuda.training.checkpoint import read_checkpoint
+from python_tests.interrupting import interrupted
 
 SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 
@@ -196,9 +197,7 @@ def test_learning_rates_of_a_run():
     assert rates(0.4, 4) == pytest.approx([2.0, 2.0, 2.0, 1.0])  # 1.6 steps, and 2.4
     assert rates(0.4, 6) == pytest.approx([2.0] * 5 + [1.0])
     assert rates(None, 4) == pytest.approx([1 + math.cos(math.pi * i / 4) for i in range(4)])
-
-
-def test_learning_rates_start_anew_in_every_cycle():
+    # Anew in every cycle.
     assert rates(0.4, 10, 15, 16) == pytest.approx([2.0] * 7 + [1.5, 1.0, 0.5] + [2.0] * 4 + [1.0] + [2.0])
 
 
@@ -386,20 +385,11 @@ def test_seeds_differ_and_repeat(tmp_path):
     ("objective", "change"),
     [("map", {"cooldown": 0.5}), ("evidence", {}), ("evidence", {"task": "digit", "augment": "flips-shifts"})],
 )
-def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, objective, change):
+def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, objective, change):
     config = dataclasses.replace(small(objective=objective, epochs=4), **change)
     whole = run_one(config, tmp_path / "whole", progress=False)
-    record = Diary.record
-
-    def stop(self, evaluation):
-        if evaluation.epoch == 3:
-            raise KeyboardInterrupt
-        record(self, evaluation)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Diary, "record", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run_one(config, tmp_path / "halves", progress=False)
+    with interrupted(Diary, "record", lambda _, e: e.epoch == 3), pytest.raises(KeyboardInterrupt):
+        run_one(config, tmp_path / "halves", progress=False)
     assert read_checkpoint(tmp_path / "halves" / "checkpoint.pt")["epoch"] == 2
     torch.manual_seed(123)
     resumed = run_one(config, tmp_path / "halves", progress=False)
@@ -467,17 +457,9 @@ def test_missing_data_leave_no_folder(tmp_path, monkeypatch):
     assert begun == [0, 1]
 
 
-def test_a_running_run_can_be_read(tmp_path, monkeypatch):
+def test_a_running_run_can_be_read(tmp_path):
     configs = [small(epochs=3), small(epochs=3, seed=1)]
-    record = Diary.record
-
-    def stop(self, evaluation):
-        record(self, evaluation)
-        if evaluation.epoch == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Diary, "record", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(Diary, "record", lambda _, e: e.epoch == 3), pytest.raises(KeyboardInterrupt):
         run_grid(configs, tmp_path, progress=False)
     (row,) = experiments.read_running(tmp_path)
     assert (row["run"], row["epoch"], row["epochs"]) == (configs[0].name, 2, 3)

@@ -136,19 +136,12 @@ def test_json_that_cannot_be_read_names_its_file(tmp_path, content):
         read_json(tmp_path / "a.json", "do this")
 
 
-def test_a_folder_in_place_of_json_is_named(tmp_path):
+def test_what_is_no_file_in_place_of_json_is_named_at_once(tmp_path):
     (tmp_path / "a.json").mkdir()
-    with pytest.raises(ValueError, match=r"a\.json is damaged or of another version \(a folder\); do this\.$"):
-        read_json(tmp_path / "a.json", "do this")
-
-
-def test_a_pipe_or_a_device_in_place_of_json_is_named_at_once(tmp_path):
-    os.mkfifo(tmp_path / "a.json")
-    (tmp_path / "b.json").symlink_to("/dev/zero")
-    for name in ("a.json", "b.json"):
-        with pytest.raises(
-            ValueError, match=rf"{name} is damaged or of another version \(a pipe or device\); do this\.$"
-        ):
+    os.mkfifo(tmp_path / "b.json")
+    (tmp_path / "c.json").symlink_to("/dev/zero")
+    for name, what in (("a.json", "a folder"), ("b.json", "a pipe or device"), ("c.json", "a pipe or device")):
+        with pytest.raises(ValueError, match=rf"{name} is damaged or of another version \({what}\); do this\.$"):
             read_json(tmp_path / name, "do this")
 
 

@@ -193,8 +193,7 @@ def test_a_sanitizers_report_on_our_kernel_is_the_present_items_failure(call, tm
 
 
 @pytest.mark.parametrize(
-    ("text", "status"),
-    [(FORWARDING + NCU_TABLE, "ok"), (FORWARDING, "failed"), ("#!/bin/sh\nsleep 300\n", "timeout")],
+    ("text", "status"), [(FORWARDING + NCU_TABLE, "ok"), (FORWARDING, "failed"), ("#!/bin/sh\nsleep 300\n", "timeout")]
 )
 def test_ncu(call, tmp_path, monkeypatch, text, status):
     monkeypatch.setattr(steps, "PROFILED", [("a", 0), ("b", 1)])
@@ -292,15 +291,8 @@ def test_no_step_fails_for_reasons_of_its_own(tmp_path, name):
     path = program(tmp_path / "tools", "compute-sanitizer", FORWARDING)
     program(tmp_path / "tools", "ncu", FORWARDING + NCU_TABLE)
     env = os.environ | {"PATH": path, "PYTHONPATH": str(run.ROOT), "OMP_NUM_THREADS": "1"}
-    options = [
-        "--rehearse",
-        str(steps.SECONDS),
-        "--build",
-        str(carried(tmp_path / "build")),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    command = [sys.executable, "-m", "benchmarks.gpu", name, *options]
+    folders = ["--build", str(carried(tmp_path / "build")), "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "benchmarks.gpu", name, "--rehearse", str(steps.SECONDS), *folders]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0 and "no failures\n" in done.stdout[-12_000:], done.stdout
     rows = rows_of(tmp_path / "out")

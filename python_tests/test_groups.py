@@ -60,44 +60,38 @@ def test_a_turned_kernel_sees_a_moved_image_as_the_kernel_sees_the_image(group, 
         torch.testing.assert_close(correlate(kernel, moved(group, x, g)), moved(group, correlate(turned, x), g))
 
 
-def test_wrong_tables_and_actions_are_refused():
-    p4 = GROUPS["p4"]
-    with pytest.raises(ValueError, match=r"each of 0\.\.2 once"):
-        Group("no", [[0, 1, 2], [1, 1, 0], [2, 0, 1]], p4.action)
-    with pytest.raises(ValueError, match=r"each of 0\.\.1 once"):  # associative, rows are permutations, no group
-        Group("no", [[0, 1], [0, 1]], p4.action)
-    with pytest.raises(ValueError, match="square table"):
-        Group("no", [], p4.action)
-    for table in (None, [[0.7, 1.2], [1.9, 0]], [0, 1]):
-        with pytest.raises(TypeError, match="cayley must be a table of integers"):
-            Group("no", table, p4.action)
-    with pytest.raises(TypeError, match="action must be a function"):
-        Group("no", cyclic(2), "flip")
-    for element in (4, -1):
-        with pytest.raises(ValueError, match=r"element must be in 0\.\.3, the elements of p4"):
-            p4.act(torch.zeros(4, 4), element)
-    with pytest.raises(ValueError, match=r"images \(\.\.\., H, W\), got shape \(4,\)"):
-        p4.act(torch.zeros(4), 0)
-    with pytest.raises(ValueError, match="not associative"):
-        Group("no", [[(g - h) % 3 for h in range(3)] for g in range(3)], p4.action)
-    with pytest.raises(ValueError, match="not that of"):
-        Group("no", cyclic(8), GROUPS["p4m"].action).act(torch.zeros(4, 4), 0)
-    with pytest.raises(ValueError, match="each to one place"):
-        Group("no", cyclic(1), lambda x, g: x.clamp(max=3)).act(torch.zeros(4, 4), 0)
-    with pytest.raises(ValueError, match="each to one place"):
-        Group("no", cyclic(1), lambda x, g: x[1:]).act(torch.zeros(4, 4), 0)
-    with pytest.raises(ValueError, match="square images, got 4x6"):
-        p4.act(torch.zeros(1, 4, 6), 1)
-    with pytest.raises(ValueError, match="divisible by 4, got 6"):
-        cyclic_shifts(4).act(torch.zeros(1, 6, 6), 1)
-    with pytest.raises(ValueError, match="3x1 kernel onto itself"):
-        p4.require_kernel((3, 1))
-    with pytest.raises(ValueError, match="parts must be a positive integer"):
-        cyclic_shifts(True)
-    with pytest.raises(ValueError, match="group must be one of p4, p4m"):
-        as_group("p6")
-    with pytest.raises(TypeError, match="got int"):
-        as_group(4)
+P4 = GROUPS["p4"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: Group("no", [[0, 1, 2], [1, 1, 0], [2, 0, 1]], P4.action), ValueError, r"each of 0\.\.2 once"),
+        # Associative, rows are permutations, no group.
+        (lambda: Group("no", [[0, 1], [0, 1]], P4.action), ValueError, r"each of 0\.\.1 once"),
+        (lambda: Group("no", [], P4.action), ValueError, "square table"),
+        (lambda: Group("no", None, P4.action), TypeError, "cayley must be a table of integers"),
+        (lambda: Group("no", [[0.7, 1.2], [1.9, 0]], P4.action), TypeError, "cayley must be a table of integers"),
+        (lambda: Group("no", [0, 1], P4.action), TypeError, "cayley must be a table of integers"),
+        (lambda: Group("no", cyclic(2), "flip"), TypeError, "action must be a function"),
+        (lambda: P4.act(torch.zeros(4, 4), 4), ValueError, r"element must be in 0\.\.3, the elements of p4"),
+        (lambda: P4.act(torch.zeros(4, 4), -1), ValueError, r"element must be in 0\.\.3, the elements of p4"),
+        (lambda: P4.act(torch.zeros(4), 0), ValueError, r"images \(\.\.\., H, W\), got shape \(4,\)"),
+        (lambda: Group("no", [[(g - h) % 3 for h in range(3)] for g in range(3)], P4.action), ValueError, "not associative"),
+        (lambda: Group("no", cyclic(8), GROUPS["p4m"].action).act(torch.zeros(4, 4), 0), ValueError, "not that of"),
+        (lambda: Group("no", cyclic(1), lambda x, g: x.clamp(max=3)).act(torch.zeros(4, 4), 0), ValueError, "each to one place"),
+        (lambda: Group("no", cyclic(1), lambda x, g: x[1:]).act(torch.zeros(4, 4), 0), ValueError, "each to one place"),
+        (lambda: P4.act(torch.zeros(1, 4, 6), 1), ValueError, "square images, got 4x6"),
+        (lambda: cyclic_shifts(4).act(torch.zeros(1, 6, 6), 1), ValueError, "divisible by 4, got 6"),
+        (lambda: P4.require_kernel((3, 1)), ValueError, "3x1 kernel onto itself"),
+        (lambda: cyclic_shifts(True), ValueError, "parts must be a positive integer"),
+        (lambda: as_group("p6"), ValueError, "group must be one of p4, p4m"),
+        (lambda: as_group(4), TypeError, "got int"),
+    ],
+)  # fmt: skip
+def test_wrong_tables_and_actions_are_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
 def swap_pairs(x: Tensor, element: int) -> Tensor:

@@ -14,6 +14,7 @@ from ella_cuda.experiments import LoadedRun, RunConfig, configure, evaluate, loa
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.models import PATHS
 from ella_cuda.nn import SpatialBasis
+from python_tests.interrupting import interrupted
 
 SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 
@@ -80,16 +81,8 @@ def run_start(config: RunConfig) -> torch.nn.Module:
     return build_network(config, 1, 40)
 
 
-def test_a_run_that_is_not_finished_loads_as_of_its_checkpoint(tmp_path, monkeypatch):
-    record = Diary.record
-
-    def stop(self, evaluation):
-        if evaluation.epoch == 2:
-            raise KeyboardInterrupt
-        record(self, evaluation)
-
-    monkeypatch.setattr(Diary, "record", stop)
-    with pytest.raises(KeyboardInterrupt):
+def test_a_run_that_is_not_finished_loads_as_of_its_checkpoint(tmp_path):
+    with interrupted(Diary, "record", lambda _, e: e.epoch == 2), pytest.raises(KeyboardInterrupt):
         run_one(small(objective="map"), tmp_path, progress=False)
     assert load_run(tmp_path).epoch == 1
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from ella_cuda import cli, experiments, run_folder
 from ella_cuda.cli.grid import results_folder
@@ -22,6 +21,8 @@ from ella_cuda.experiments import RunConfig, configure, prepare, prepare_for, ru
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.folder import read_running
 from ella_cuda.training.checkpoint import read_checkpoint
+from python_tests.interrupting import interrupted
+from python_tests.ops.checks import threads
 
 pytestmark = pytest.mark.usefixtures("without_pictures")  # what is gone on with are numbers
 
@@ -32,19 +33,10 @@ def small(layer: str = "conv", objective: str = "map", seed: int = 0, data: str 
     return configure(data, "digit", layer, objective, seed, **{**SMALL, **changes})
 
 
-def begun(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, **options) -> None:
+def begun(config: RunConfig, folder: Path, **options) -> None:
     """The run in its grid's folder, interrupted at its second evaluation: its checkpoint is of the first."""
-    record = Diary.record
-
-    def stop(self, evaluation):
-        if evaluation.epoch == 2:
-            raise KeyboardInterrupt
-        record(self, evaluation)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Diary, "record", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run_grid([config], folder, progress=False, **options)
+    with interrupted(Diary, "record", lambda _, e: e.epoch == 2), pytest.raises(KeyboardInterrupt):
+        run_grid([config], folder, progress=False, **options)
 
 
 def test_nothing_is_written_through_a_link_in_a_run_s_place(tmp_path):
@@ -124,12 +116,8 @@ def test_two_that_go_on_with_one_folder(tmp_path, monkeypatch, capsys, forks):
     assert 1 <= before < 30
     for place in (folder, checkpoint.parent):
         (place / f".history.{first.pid}-7.tmp.json").write_text("half")
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with threads(1):
         assert cli.main(["train", "--resume", "dir"]) == 0
-    finally:
-        torch.set_num_threads(threads)
     assert "0 done before" in capsys.readouterr().out
     history = json.loads((checkpoint.parent / "history.json").read_text())
     assert [e["epoch"] for e in history["evaluations"]] == list(range(1, 31)) and len(history["losses"]) == 30
@@ -157,19 +145,15 @@ def test_two_calls_of_run_one_on_one_folder(tmp_path, monkeypatch):
 def test_runs_go_on_with_other_threads_and_say_so(tmp_path, monkeypatch):
     """S-FC's learning rates follow from solves: here they come out otherwise in the ninth digit, as they do with other threads."""
     config = small("s_fc", "evidence", fan_in_limit=8)
-    threads = torch.get_num_threads()
     reach = experiments.optimizer._reach
-    try:
-        torch.set_num_threads(1)
+    with threads(1):
         whole = run_one(config, tmp_path / "whole", progress=False)
-        begun(config, tmp_path / "dir", monkeypatch)
-        torch.set_num_threads(2)
-        monkeypatch.setattr(experiments.optimizer, "_reach", lambda basis: reach(basis) * (1 + 3e-9))
-        with pytest.warns(UserWarning, match=r"2 thread\(s\), before it had 1: the same run up to rounding") as said:
-            (row,) = run_grid([config], tmp_path / "dir", progress=False)
-        assert len([w for w in said if "thread" in str(w.message)]) == 1
-    finally:
-        torch.set_num_threads(threads)
+        begun(config, tmp_path / "dir")
+    monkeypatch.setattr(experiments.optimizer, "_reach", lambda basis: reach(basis) * (1 + 3e-9))
+    words = r"2 thread\(s\), before it had 1: the same run up to rounding"
+    with threads(2), pytest.warns(UserWarning, match=words) as said:
+        (row,) = run_grid([config], tmp_path / "dir", progress=False)
+    assert len([w for w in said if "thread" in str(w.message)]) == 1
     assert row["nll"] == pytest.approx(whole["nll"], rel=1e-3)
     sessions = json.loads((tmp_path / "dir" / "environment.json").read_text())
     assert [(s["threads"], s["jobs"], s["threads_per_run"]) for s in sessions] == [(1, 1, 1), (2, 1, 2)]
@@ -179,7 +163,7 @@ def test_runs_go_on_with_other_threads_and_say_so(tmp_path, monkeypatch):
 
 def test_workers_leave_the_word_of_other_threads_to_the_grid(tmp_path, monkeypatch):
     config = small()
-    begun(config, tmp_path, monkeypatch)
+    begun(config, tmp_path)
     path = tmp_path / config.name / "progress.json"
     run_folder.write_diary(path.parent, {**json.loads(path.read_text()), "threads": 7})
     monkeypatch.setattr("ella_cuda.experiments.grid.run_at_once", lambda *_: iter(()))
@@ -203,10 +187,10 @@ def write_mnist(root: Path, flip: bool = False) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*not as published")
-def test_other_data_of_the_same_size_are_found(tmp_path, monkeypatch):
+def test_other_data_of_the_same_size_are_found(tmp_path):
     config = small(data="mnist", train_size=None)
     write_mnist(tmp_path)
-    begun(config, tmp_path / "dir", monkeypatch, data_dir=str(tmp_path))
+    begun(config, tmp_path / "dir", data_dir=str(tmp_path))
     write_mnist(tmp_path, flip=True)
     prepare.cache_clear()
     with pytest.raises(ValueError, match="written with other training data, although equally many"):
@@ -223,12 +207,12 @@ def edit(path: Path, change) -> None:
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, done):
+def test_an_edited_configuration_is_refused(tmp_path, capsys, done):
     config = small(epochs=1 if done else 3)
     if done:
         run_grid([config], tmp_path / "dir", progress=False)
     else:
-        begun(config, tmp_path / "dir", monkeypatch)
+        begun(config, tmp_path / "dir")
     edit(tmp_path / "dir" / "config.json", lambda c: c["runs"][0].update(batch_size=32))
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()}
     assert cli.main(["train", "--resume", str(tmp_path / "dir")]) == 2
@@ -237,11 +221,11 @@ def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, done)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()} == before
 
 
-def test_what_another_run_left_is_refused_and_a_diary_that_is_gone_warns(tmp_path, monkeypatch):
+def test_what_another_run_left_is_refused_and_a_diary_that_is_gone_warns(tmp_path):
     config, other = small(), small(lr=0.05)
     assert config.name == other.name  # in grids of their own
-    begun(config, tmp_path / "a", monkeypatch)
-    begun(other, tmp_path / "b", monkeypatch)
+    begun(config, tmp_path / "a")
+    begun(other, tmp_path / "b")
     path = tmp_path / "a" / config.name / "progress.json"
     path.write_bytes((tmp_path / "b" / config.name / "progress.json").read_bytes())
     for call in (lambda: run_grid([config], tmp_path / "a", progress=False), lambda: read_running(tmp_path / "a")):
@@ -267,10 +251,10 @@ def test_a_configuration_without_runs_or_with_one_twice_is_named(tmp_path, capsy
         assert "config.json is damaged or of another version (" in err and why in err and "start anew" in err
 
 
-def test_a_run_is_asked_whether_it_is_of_the_configuration(tmp_path, monkeypatch):
+def test_a_run_is_asked_whether_it_is_of_the_configuration(tmp_path):
     """Whatever the folder says: a run of another batch size, seed, augmentation or choice of images has another checkpoint."""
     config = small()
-    begun(config, tmp_path, monkeypatch)
+    begun(config, tmp_path)
     changes = [
         {"batch_size": 32}, {"seed": 3}, {"augment": "flips-shifts"}, {"data_seed": 5}, {"train_size": 41}, {"width": 2},
     ]  # fmt: skip
@@ -308,9 +292,9 @@ def test_edited_numbers_of_finished_runs_are_refused(tmp_path, capsys):
     assert [r["digest"] for r in again] == [r["digest"] for r in rows]
 
 
-def test_an_edited_diary_is_refused(tmp_path, monkeypatch):
+def test_an_edited_diary_is_refused(tmp_path):
     config = small()
-    begun(config, tmp_path, monkeypatch)
+    begun(config, tmp_path)
     edit(tmp_path / config.name / "progress.json", lambda d: d["evaluations"][0].update(loss=0.0))
     with pytest.raises(
         ValueError, match=r"progress\.json was edited, .* Undo the edit, or move .* away to do that run again"
@@ -333,9 +317,9 @@ def test_an_edited_diary_is_refused(tmp_path, monkeypatch):
         ("progress.json", b'{"seconds": 1.0, "layout": {}, "evaluations": []}'),
     ],
 )
-def test_a_damaged_file_is_named_with_what_to_do(tmp_path, monkeypatch, capsys, file, content):
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path, capsys, file, content):
     config = small()
-    begun(config, tmp_path, monkeypatch)
+    begun(config, tmp_path)
     path = tmp_path / (config.name if file == "progress.json" else ".") / file
     path.write_bytes(content)
     for args in (["train", "--resume", str(tmp_path)], ["inspect", str(tmp_path)]):
@@ -352,15 +336,10 @@ def test_a_damaged_file_is_named_with_what_to_do(tmp_path, monkeypatch, capsys, 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("width", "4"),
-        ("epochs", 2.0),
-        ("lr", "0.1"),
-        ("layer", 3),
-        ("seed", True),
-        ("device", None),
+        ("width", "4"), ("epochs", 2.0), ("lr", "0.1"), ("layer", 3), ("seed", True), ("device", None),
         ("task", ["digit"]),
     ],
-)
+)  # fmt: skip
 def test_a_value_of_another_type_names_the_attribute_and_the_file(tmp_path, capsys, key, value):
     run = {**dataclasses.asdict(small()), key: value}
     with pytest.raises(ValueError, match=f"^{key} must be "):

@@ -11,6 +11,8 @@ from ella_cuda import cli
 from ella_cuda.experiments import configure, run_grid, run_one
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.tensorboard import TensorBoardLog
+from ella_cuda.training import checkpoint
+from python_tests.interrupting import interrupted
 
 SMALL = {"width": 1, "epochs": 4, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 
@@ -80,22 +82,12 @@ def test_a_run_logs_what_its_diary_has(tmp_path, writer):
     check(writer.events[str(tmp_path / "tensorboard")], row, history["evaluations"])
 
 
-def test_a_resumed_run_has_every_step_once(tmp_path, writer, monkeypatch):
+def test_a_resumed_run_has_every_step_once(tmp_path, writer):
     """Killed between the log and the checkpoint of epoch 3, which is repeated; and begun without a log."""
-    from ella_cuda.training import checkpoint
-
-    save = checkpoint.save_checkpoint
-
-    def stop(path, state):
-        if state["epoch"] == 3:
-            raise KeyboardInterrupt
-        save(path, state)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save_checkpoint", stop)
-        for name, logged in (("logged", True), ("plain", False)):
-            with pytest.raises(KeyboardInterrupt):
-                run_one(config(), tmp_path / name, progress=False, tensorboard=logged)
+    for name, logged in (("logged", True), ("plain", False)):
+        stop = interrupted(checkpoint, "save_checkpoint", lambda _, state: state["epoch"] == 3)
+        with stop, pytest.raises(KeyboardInterrupt):
+            run_one(config(), tmp_path / name, progress=False, tensorboard=logged)
     assert {step for _, step in writer.events[str(tmp_path / "logged" / "tensorboard")]} == {1, 2, 3}
     for name in ("logged", "plain"):
         row = run_one(config(), tmp_path / name, progress=False, tensorboard=True)
@@ -146,22 +138,13 @@ def test_it_may_be_asked_for_in_any_session(tmp_path, monkeypatch):
     assert "tensorboard" in PER_SESSION
 
 
-def test_the_real_files_have_every_step_once(tmp_path, monkeypatch):
+def test_the_real_files_have_every_step_once(tmp_path):
     """Read back by TensorBoard's own reader, after a session that was killed before its last checkpoint."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    record = Diary.record
-    with monkeypatch.context() as patched:
-
-        def stop(self, evaluation):
-            if evaluation.epoch == 3:
-                raise KeyboardInterrupt
-            record(self, evaluation)
-
-        patched.setattr(Diary, "record", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run_one(config(), tmp_path, progress=False, tensorboard=True)
+    with interrupted(Diary, "record", lambda _, e: e.epoch == 3), pytest.raises(KeyboardInterrupt):
+        run_one(config(), tmp_path, progress=False, tensorboard=True)
     row = run_one(config(), tmp_path, progress=False, tensorboard=True)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

@@ -130,12 +130,7 @@ def test_what_is_wrong_with_an_attribute_names_its_option(args, words, options, 
 )
 @pytest.mark.parametrize(
     ("folder", "words"),
-    [
-        ("missing", "does not exist"),
-        ("empty", "has no config.json"),
-        ("file", "is a file"),
-        ("damaged", "is damaged"),
-    ],
+    [("missing", "does not exist"), ("empty", "has no config.json"), ("file", "is a file"), ("damaged", "is damaged")],
 )
 def test_a_folder_that_is_none_of_ours_is_wrong_usage(args, folder, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

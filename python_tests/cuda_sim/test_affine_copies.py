@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from python_tests.ops import test_affine_copies as copies
+from python_tests.ops.test_affine_copies import by_torch
 
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
 from .simulator import Simulator
 
-pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore:.*unit-size grids")]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*unit-size grids")]
 
 # N, S, C, H, W and whether all images share maps; the simulator counts up to 3,000 places in 31 bits.
 SHAPES = [
@@ -24,23 +26,7 @@ SHAPES = [
 
 
 def arguments(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, ...]:
-    """grad, x, maps and a direction; one map has no inverse, one looks outside, one at few pixels many times."""
-    n, s, c, h, w, shared = shape
-    m = 1 if shared else n
-    maps = torch.eye(2, 3) + 0.4 * torch.randn(m, s, 2, 3)
-    if s > 1:
-        maps[0, 0] = torch.tensor([[0.3, 0.1, 0.123], [0.6, 0.2, -0.234]])
-        maps[-1, 1] = torch.tensor([[0.2, 0, 0.9173], [0.01, -0.3, 0.4219]])
-    if s > 2:
-        maps[0, 2] = torch.tensor([[1, 0, 3.0], [0, 1, 0]])
-    made = torch.randn(n, s, c, h, w), torch.randn(n, c, h, w), maps, torch.randn(m, s, 2, 3)
-    return tuple(arrange(t.to(dtype), layout) for t in made)
-
-
-def by_torch(x: Tensor, maps: Tensor) -> Tensor:
-    (n, c, h, w), s = x.shape, maps.shape[1]
-    grid = F.affine_grid(maps.expand(n, s, 2, 3).reshape(n * s, 2, 3), (n * s, c, h, w), align_corners=True)
-    return F.grid_sample(x.repeat_interleave(s, 0), grid, align_corners=True).view(n, s, c, h, w)
+    return tuple(arrange(t, layout) for t in copies.arguments(shape, torch.device("cpu"), dtype))
 
 
 def with_gradients(grad: Tensor, x: Tensor, maps: Tensor) -> tuple[Tensor, ...]:
@@ -57,7 +43,7 @@ def run(simulator: Simulator, grad: Tensor, x: Tensor, maps: Tensor, direction: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_copies_and_gradients(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> None:
+def test_copies_and_gradients(simulator, shape, dtype, layout):
     grad, x, maps, _ = arguments(shape, dtype, layout)
     found = in_every_order(simulator, lambda: run(simulator, grad, x, maps, None))
     exact = with_gradients(grad.double(), x.double(), maps.double())
@@ -69,7 +55,7 @@ def test_copies_and_gradients(simulator: Simulator, shape: tuple[int, ...], dtyp
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_along_a_direction(simulator: Simulator, shape: tuple[int, ...]) -> None:
+def test_along_a_direction(simulator, shape):
     """The copies' derivative is their difference quotient, as no kink is near; its gradients are those of what it is multiplied with."""
     grad, x, maps, direction = arguments(shape, torch.float64)
     y, by_x, by_maps = in_every_order(simulator, lambda: run(simulator, grad, x, maps, direction))
@@ -81,7 +67,7 @@ def test_along_a_direction(simulator: Simulator, shape: tuple[int, ...]) -> None
         torch.testing.assert_close(ours, (after - before) / (2 * step), rtol=1e-4, atol=1e-4)
 
 
-def test_one_gradient_alone(simulator: Simulator) -> None:
+def test_one_gradient_alone(simulator):
     grad, x, maps, _ = arguments(SHAPES[0], torch.float64)
     by_x, by_maps = simulator.ops.affine_copies_backward(grad, x, maps, None, True, True)
     only_x, nothing = simulator.ops.affine_copies_backward(grad, x, maps, None, True, False)
@@ -90,16 +76,11 @@ def test_one_gradient_alone(simulator: Simulator) -> None:
     assert torch.equal(only_maps, by_maps) and nothing.shape == (0,)
 
 
-def test_a_map_that_is_not_finite(simulator: Simulator) -> None:
+def test_a_map_that_is_not_finite(simulator):
     grad, x, maps, _ = arguments((2, 2, 1, 4, 4, False), torch.float32)
     maps[1, 0, 0, 1] = float("inf")
     y, by_x, by_maps = in_every_order(simulator, lambda: run(simulator, grad, x, maps, None))
-    assert (
-        y.isnan().flatten(2).all(2).tolist() == y.isnan().flatten(2).any(2).tolist() == [[False, False], [True, False]]
-    )
-    assert by_x.isnan().flatten(1).all(1).tolist() == by_x.isnan().flatten(1).any(1).tolist() == [False, True]
-    assert (
-        by_maps.isnan().flatten(2).all(2).tolist()
-        == by_maps.isnan().flatten(2).any(2).tolist()
-        == [[False, False], [True, False]]
-    )
+    expected = [[False, False], [True, False]]
+    for found, axes, wanted in ((y, 2, expected), (by_x, 1, [False, True]), (by_maps, 2, expected)):
+        missing = found.isnan().flatten(axes)
+        assert missing.all(axes).tolist() == missing.any(axes).tolist() == wanted

@@ -6,51 +6,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from ella_cuda.ops import averaged_filters_torch
+from ella_cuda.ops.averaged_filters import ACTIVATIONS
+from python_tests.ops import test_averaged_filters as averaged
+from python_tests.ops.test_averaged_filters import by_sums
+
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
 from .simulator import Simulator
-
-pytestmark = pytest.mark.simulator
 
 # N, S, H, D. Tiles are 64 x 64 of images and filters, slabs 16 deep and five at a time, copies of 4 where sizes allow; the simulator
 # writes up to 6,000 slopes, or activations in float64, at a time: those of all transforms, of some, or of one.
 SHAPES = [
-    (1, 1, 1, 1),
-    (5, 3, 9, 10),
-    (68, 2, 4, 20),
-    (3, 5, 66, 37),
-    (65, 3, 67, 100),
-    (64, 4, 64, 8),
-    (30, 7, 40, 3),
+    (1, 1, 1, 1), (5, 3, 9, 10), (68, 2, 4, 20), (3, 5, 66, 37), (65, 3, 67, 100), (64, 4, 64, 8), (30, 7, 40, 3),
     (3, 2, 2, 0),
-]
-ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "gaussian": 3}
+]  # fmt: skip
 
 
 def arguments(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, ...]:
-    """grad, x, bank and bias."""
-    n, s, h, d = shape
-    sizes = (n, h), (n, d), (s, h, d), (h,)
-    scales = 1.0, 1.0, 2 / max(d, 1) ** 0.5, 1.0
-    return tuple(arrange(c * torch.randn(size, dtype=dtype), layout) for size, c in zip(sizes, scales, strict=True))
+    return tuple(arrange(t, layout) for t in averaged.arguments(shape, torch.device("cpu"), dtype))
 
 
-def by_sums(grad: Tensor, x: Tensor, bank: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, ...]:
-    """The averages, and the gradients of x, bank and bias."""
-    z = torch.einsum("nd,shd->nsh", x, bank)
-    z = z if bias is None else z + bias
-    value, slope = {
-        "identity": lambda: (z, torch.ones_like(z)),
-        "relu": lambda: (z.clamp(min=0), (z > 0).to(z.dtype)),
-        "tanh": lambda: (z.tanh(), 1 - z.tanh() ** 2),
-        "gaussian": lambda: ((-z * z / 2).exp(), -z * (-z * z / 2).exp()),
-    }[activation]()
-    inner = grad[:, None] * slope / len(bank)
-    return (
-        value.mean(1),
-        torch.einsum("nsh,shd->nd", inner, bank),
-        torch.einsum("nsh,nd->shd", inner, x),
-        inner.sum((0, 1)),
-    )
+def in_torch(grad: Tensor, x: Tensor, bank: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, ...]:
+    """The averages, and the gradients of x, bank and bias, in the arguments' precision."""
+    leaves = [t.detach().requires_grad_() for t in (x, bank, torch.zeros_like(grad[0]) if bias is None else bias)]
+    y = averaged_filters_torch(*leaves, activation)
+    return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
 def run(
@@ -71,8 +51,7 @@ def run(
 
 def check(simulator: Simulator, given: tuple[Tensor, ...], activation: str) -> None:
     got = in_every_order(simulator, lambda: run(simulator, *given, activation))
-    exact = by_sums(*(None if t is None else t.double() for t in given), activation)
-    for ours, right, own in zip(got, exact, by_sums(*given, activation), strict=True):
+    for ours, right, own in zip(got, by_sums(*given, activation), in_torch(*given, activation), strict=True):
         assert ours.is_contiguous()
         assert_accurate(ours, right, own)
 
@@ -80,16 +59,14 @@ def check(simulator: Simulator, given: tuple[Tensor, ...], activation: str) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_averages_and_gradients(
-    simulator: Simulator, shape: tuple[int, ...], activation: str, dtype: torch.dtype
-) -> None:
+def test_averages_and_gradients(simulator, shape, activation, dtype):
     grad, x, bank, bias = arguments(shape, dtype)
     check(simulator, (grad, x, bank, bias if activation != "tanh" else None), activation)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts(simulator: Simulator, layout: str, dtype: torch.dtype) -> None:
+def test_layouts(simulator, layout, dtype):
     check(simulator, arguments((5, 3, 9, 12), dtype, layout), "relu")
     grad, x, bank, bias = arguments((65, 5, 20, 8), dtype)  # some transforms at a time, of a bank that lies by filters
     by_filter = bank.transpose(0, 1).contiguous().transpose(0, 1)
@@ -97,31 +74,29 @@ def test_layouts(simulator: Simulator, layout: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 4, 64])
-def test_transforms_that_blocks_share_out(simulator: Simulator, multiprocessors: int) -> None:
+def test_transforms_that_blocks_share_out(simulator, multiprocessors):
     """One block for all, some with one more transform than others, and one for each."""
     given = arguments((70, 5, 8, 40), torch.float32)
     with simulator.scheduled(multiprocessors=multiprocessors):
         got = run(simulator, *given, "relu")
-    exact = by_sums(*(t.double() for t in given), "relu")
-    for ours, right, own in zip(got, exact, by_sums(*given, "relu"), strict=True):
+    for ours, right, own in zip(got, by_sums(*given, "relu"), in_torch(*given, "relu"), strict=True):
         assert_accurate(ours, right, own)
 
 
-def test_numbers_rounded_to_tf32(simulator: Simulator) -> None:
+def test_numbers_rounded_to_tf32(simulator):
     """Where it is allowed products have TF32's accuracy, and of small whole numbers they are exact."""
     n, s, h, d = 20, 4, 9, 30
     whole = [torch.randint(-3, 4, size).float() for size in ((n, h), (n, d), (s, h, d), (h,))]
     for ours, right in zip(run(simulator, *whole, "identity", True), by_sums(*whole, "identity"), strict=True):
-        assert torch.equal(ours, right)
+        assert torch.equal(ours.double(), right)
     given = arguments((n, s, h, d), torch.float32)
-    exact = by_sums(*(t.double() for t in given), "tanh")
-    for ours, right in zip(run(simulator, *given, "tanh", True), exact, strict=True):
+    for ours, right in zip(run(simulator, *given, "tanh", True), by_sums(*given, "tanh"), strict=True):
         error = float((ours - right).abs().max() / right.abs().max())
         assert 1e-5 < error < 3e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_gradient_alone(simulator: Simulator, dtype: torch.dtype) -> None:
+def test_one_gradient_alone(simulator, dtype):
     given = arguments((30, 7, 40, 3), dtype)
     everything = run(simulator, *given, "relu")[1:]
     for place in range(3):
@@ -131,7 +106,7 @@ def test_one_gradient_alone(simulator: Simulator, dtype: torch.dtype) -> None:
             assert torch.equal(part, whole) if want else part.shape == (0,)
 
 
-def test_numbers_that_are_not_finite(simulator: Simulator) -> None:
+def test_numbers_that_are_not_finite(simulator):
     x = torch.tensor([[float("nan")], [0.0], [3.0], [-3.0]])
     y, by_x, _, _ = run(simulator, torch.ones(4, 1), x, torch.ones(1, 1, 1), None, "relu")
     assert y[0].isnan() and y[1:].flatten().tolist() == [0, 3, 0]

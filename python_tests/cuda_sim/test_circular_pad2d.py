@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+
+from python_tests.ops.test_circular_pad2d import folded, wrapped
 
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
-from .simulator import Simulator
-
-pytestmark = pytest.mark.simulator
 
 # N, C, H, W, pad_h, pad_w; the simulator counts up to 3,000 places in 31 bits.
 SHAPES = [
@@ -22,53 +20,26 @@ SHAPES = [
 ]
 
 
-def places(size: int, pad: int) -> Tensor:
-    return torch.arange(-pad, size + pad) % size
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pad(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> None:
+@pytest.mark.parametrize("moves", [None, "close", "spaced"])
+def test_pad_and_fold(simulator, shape, dtype, layout, moves):
+    """Images as they are, or moved by their component first."""
     n, c, h, w, pad_h, pad_w = shape
-    x = arrange(torch.randn(n, c, h, w, dtype=dtype), layout)
-    (y,) = in_every_order(simulator, lambda: simulator.ops.circular_pad2d(x, pad_h, pad_w, None))
-    assert torch.equal(y, x[:, :, places(h, pad_h)][..., places(w, pad_w)])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fold(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> None:
-    n, c, h, w, pad_h, pad_w = shape
-    grad = arrange(torch.randn(n, c, h + 2 * pad_h, w + 2 * pad_w, dtype=dtype), layout)
-    (x,) = in_every_order(simulator, lambda: simulator.ops.circular_fold2d(grad, pad_h, pad_w, None))
-
-    def sums(values: Tensor) -> Tensor:
-        rows = torch.zeros(n, c, h, w + 2 * pad_w, dtype=values.dtype).index_add_(2, places(h, pad_h), values)
-        return torch.zeros(n, c, h, w, dtype=values.dtype).index_add_(3, places(w, pad_w), rows)
-
-    assert_accurate(x, sums(grad.double()), sums(grad))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("spaced", [False, True])
-def test_images_moved_by_their_component(simulator: Simulator, shape: tuple[int, ...], spaced: bool) -> None:
-    n, c, h, w, pad_h, pad_w = shape
-    index = torch.arange(n) * 3 % 4 + (1 if n == 1 else 0)
-    if spaced:
+    index = None if moves is None else torch.arange(n) * 3 % 4 + (n == 1)
+    if moves == "spaced":
         index = torch.stack([index, torch.full((n,), -1)], 1)[:, 0]
-    x, grad = torch.randn(n, c, h, w), torch.randn(n, c, h + 2 * pad_h, w + 2 * pad_w)
+    x = arrange(torch.randn(n, c, h, w, dtype=dtype), layout)
     (y,) = in_every_order(simulator, lambda: simulator.ops.circular_pad2d(x, pad_h, pad_w, index))
+    assert torch.equal(y, wrapped(x, pad_h, pad_w, index))
+    grad = arrange(torch.randn(y.shape, dtype=dtype), layout)
     (back,) = in_every_order(simulator, lambda: simulator.ops.circular_fold2d(grad, pad_h, pad_w, index))
-    (still,) = in_every_order(simulator, lambda: simulator.ops.circular_fold2d(grad, pad_h, pad_w, None))
-    for image, i in enumerate(index.tolist()):
-        moved = x[image].roll((-(i & 1), -(i >> 1)), (1, 2))
-        assert torch.equal(y[image], moved[:, places(h, pad_h)][..., places(w, pad_w)])
-        torch.testing.assert_close(back[image], still[image].roll((i & 1, i >> 1), (1, 2)))
+    exact, own = (folded(g, h, w, pad_h, pad_w, index) for g in (grad.double(), grad))
+    assert_accurate(back, exact, own)
 
 
-def test_no_component_is_nan(simulator: Simulator) -> None:
+def test_no_component_is_nan(simulator):
     """That image alone: the device is not waited for."""
     index = torch.tensor([1, 4, -1, 3])
     for out in (
@@ -80,7 +51,7 @@ def test_no_component_is_nan(simulator: Simulator) -> None:
 
 
 @pytest.mark.parametrize("size", [(0, 2, 4, 5), (2, 0, 4, 5)])
-def test_empty(simulator: Simulator, size: tuple[int, ...]) -> None:
+def test_empty(simulator, size):
     y = simulator.ops.circular_pad2d(torch.zeros(size), 1, 2, None)
     assert y.shape == (*size[:2], 6, 9)
     assert simulator.ops.circular_fold2d(y, 1, 2, None).shape == size

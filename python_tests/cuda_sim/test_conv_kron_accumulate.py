@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, guarded, in_every_order
 from .simulator import Simulator
 
-pytestmark = pytest.mark.simulator
-
 # shape, kernel, stride, padding, dilation
 GEOMETRIES = [
     ((2, 3, 5, 4), (3, 3), (1, 1), (1, 1), (1, 1)),
@@ -68,13 +66,13 @@ def check(simulator: Simulator, start: Tensor, x: Tensor, *call) -> None:
 @pytest.mark.parametrize("circular", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_accumulates(simulator: Simulator, geometry, dtype: torch.dtype, circular: bool) -> None:
+def test_accumulates(simulator, geometry, dtype, circular):
     check(simulator, *problem(geometry, dtype), *geometry[1:], circular, 0.7)
 
 
 @pytest.mark.parametrize("circular", [True, False])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_a_float64_factor_loses_nothing_of_short_float32_sums(simulator: Simulator, geometry, circular: bool) -> None:
+def test_a_float64_factor_loses_nothing_of_short_float32_sums(simulator, geometry, circular):
     start, _ = problem(geometry, torch.float64)
     start, x = start + 2.0**40, torch.randint(101, 128, geometry[0]).float()
     got = accumulated(simulator, start, x, *geometry[1:], circular, 0.5)
@@ -82,13 +80,13 @@ def test_a_float64_factor_loses_nothing_of_short_float32_sums(simulator: Simulat
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_layouts(simulator: Simulator, layout: str) -> None:
+def test_layouts(simulator, layout):
     check(simulator, *problem(GEOMETRIES[2], torch.float32, layout), *GEOMETRIES[2][1:], True, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("geometry", [0, 1, 2, 4, 7, 9, 11])
-def test_images_of_16_bits(simulator: Simulator, geometry: int, dtype: torch.dtype) -> None:
+def test_images_of_16_bits(simulator, geometry, dtype):
     """In one copy and in several, with a border and without, in every layout."""
     shape, *rest = GEOMETRIES[geometry]
     start, _ = problem(GEOMETRIES[geometry], torch.float32)
@@ -96,7 +94,7 @@ def test_images_of_16_bits(simulator: Simulator, geometry: int, dtype: torch.dty
         check(simulator, start, arrange(torch.randn(shape).to(dtype), layout), *rest, geometry % 2 == 0, 0.7)
 
 
-def test_images_whose_rows_lie_far_apart(simulator: Simulator) -> None:
+def test_images_whose_rows_lie_far_apart(simulator):
     """Farther than distances are counted: they are copied."""
     start, x = problem(((3, 2, 4, 5), (3, 3)), torch.float32)
     by_rows = torch.full((3, 2, 4, 2600), float("nan"))[..., 7:12]
@@ -110,7 +108,7 @@ def test_images_whose_rows_lie_far_apart(simulator: Simulator) -> None:
     assert not any("pad_kernel" in launch.kernel for launch in simulator.launches())
 
 
-def test_bad_arguments_are_refused(simulator: Simulator) -> None:
+def test_bad_arguments_are_refused(simulator):
     with pytest.raises(RuntimeError, match=r"with its padding may have at most 8000 numbers, got 2 x 102 x 42"):
         simulator.ops.conv_kron_accumulate_(
             torch.zeros(2, 2), torch.zeros(1, 2, 100, 40), (1, 1), (1, 1), (1, 1), (1, 1), False, 1.0

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from python_tests.ops.test_gaussian_project import formulas
+
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
 from .simulator import Simulator
-
-pytestmark = pytest.mark.simulator
 
 # M, X, A, P: one of everything; less than a tile; tiles and a rest of each axis; shares of the points and of the rows
 SIZES = [(1, 1, 1, 1), (5, 4, 2, 2), (150, 19, 70, 3), (3, 300, 66, 2), (400, 70, 5, 2), (0, 3, 2, 2), (3, 0, 2, 2)]
@@ -27,14 +27,9 @@ def matrix(u: Tensor, v: Tensor) -> Tensor:
     return torch.exp(-0.5 * (u - v[:, None]).square().sum(2))
 
 
-def exact(grad: Tensor, x: Tensor, u: Tensor, v: Tensor, du: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
+def exact(*given: Tensor) -> tuple[Tensor, ...]:
     """Product, tangent, gradient and Hessian product in float64."""
-    grad, x = grad.double(), x.double()
-    points = u.clone().requires_grad_(), v.clone().requires_grad_()
-    product, tangent = torch.func.jvp(lambda u, v: x @ matrix(u, v).T, (u, v), (du, dv))
-    gradient = torch.autograd.grad((grad * (x @ matrix(*points).T)).sum(), points, create_graph=True)
-    hvp = torch.autograd.grad((gradient[0] * du).sum() + (gradient[1] * dv).sum(), points)
-    return product, tangent, *(g.detach() for g in gradient), *hvp
+    return tuple(torch.from_numpy(values) for values in formulas(*given).values())
 
 
 def run(simulator: Simulator, grad: Tensor, x: Tensor, *points: Tensor) -> tuple[Tensor, ...]:
@@ -55,7 +50,7 @@ def check(results: tuple[Tensor, ...], expected: tuple[Tensor, ...], x: Tensor) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_product_and_derivatives(simulator: Simulator, size: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_product_and_derivatives(simulator, size, dtype):
     given = arguments(size, dtype)
     results = in_every_order(simulator, lambda: run(simulator, *given))
     assert [r.dtype for r in results] == 2 * [dtype] + 4 * [torch.float64]
@@ -63,7 +58,7 @@ def test_product_and_derivatives(simulator: Simulator, size: tuple[int, ...], dt
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 40])
-def test_shares(simulator: Simulator, multiprocessors: int) -> None:
+def test_shares(simulator, multiprocessors):
     """However many blocks share a sum."""
     given = arguments((300, 200, 5, 2), torch.float64)
     with simulator.scheduled(multiprocessors=multiprocessors):
@@ -72,12 +67,12 @@ def test_shares(simulator: Simulator, multiprocessors: int) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_layouts(simulator: Simulator, layout: str) -> None:
+def test_layouts(simulator, layout):
     given = arguments((20, 18, 9, 2), torch.float64, layout)
     check(run(simulator, *given), exact(*given), given[1])
 
 
-def test_nan_and_overflow(simulator: Simulator) -> None:
+def test_nan_and_overflow(simulator):
     """NaN in x, a point or an anchor goes where it belongs; beyond the range of e derivatives are zero."""
     _, x, u, v, *_ = arguments((5, 70, 66, 2), torch.float32)
     for name, index in (("x", (2, 69)), ("u", (69, 1)), ("v", (65, 0))):

@@ -11,8 +11,6 @@ from torch import Tensor
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, guarded, in_every_order
 from .simulator import Simulator
 
-pytestmark = pytest.mark.simulator
-
 # (N, G, d): tiles are 16, 32, 64 or (float32 on tensor cores) 128 wide, slabs 8 to 128 rows.
 SHAPES = [(1, 1, 1), (5, 3, 7), (130, 2, 16), (70, 2, 31), (37, 2, 33), (9, 1, 70), (20, 1, 133)]
 SHAPES += [(300, 2, 32), (110, 1, 64), (20, 1, 136), (55, 1, 260), (0, 2, 3), (4, 0, 3), (4, 2, 0)]
@@ -44,24 +42,24 @@ def check(simulator: Simulator, rows: Tensor, **device: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_accumulates(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_accumulates(simulator, shape, dtype):
     check(simulator, arrange(torch.randn(shape, dtype=dtype), "contiguous"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 @pytest.mark.parametrize("d", [7, 32, 98])
-def test_layouts(simulator: Simulator, layout: str, d: int) -> None:
+def test_layouts(simulator, layout, d):
     check(simulator, arrange(torch.randn(45, 2, d), layout))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1500, 3, 5), (1100, 1, 32), (300, 1, 130)])
-def test_rows_shared_out_over_blocks(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rows_shared_out_over_blocks(simulator, shape, dtype):
     check(simulator, torch.randn(shape, dtype=dtype), multiprocessors=64)
 
 
 @pytest.mark.parametrize(("d", "offset"), [(36, 1), (38, 0), (132, 3)])
-def test_rows_of_any_alignment(simulator: Simulator, d: int, offset: int) -> None:
+def test_rows_of_any_alignment(simulator, d, offset):
     """16-byte copies and updates where addresses allow them, single elements where they do not."""
     storage = torch.full((40 * 2 * d + offset,), float("nan"))
     rows = storage[offset:].view(40, 2, d).copy_(torch.randn(40, 2, d))
@@ -79,7 +77,7 @@ def normalised_error(got: Tensor, rows: Tensor) -> float:
 @pytest.mark.parametrize("warpgroups", [False, True])
 @pytest.mark.parametrize("kind", ["signed", "positive", "scaled"])
 @pytest.mark.parametrize("count", [17, 2000])
-def test_tensor_cores_are_as_accurate_as_float32(simulator: Simulator, count: int, kind: str, warpgroups: bool) -> None:
+def test_tensor_cores_are_as_accurate_as_float32(simulator, count, kind, warpgroups):
     """A few roundings for any number of rows: neither a term of the split may be missing nor sums be cut again and again."""
     d = 100 if warpgroups else 40
     rows = torch.rand(count, 1, d) + 0.5 if kind == "positive" else torch.randn(count, 1, d)
@@ -92,7 +90,7 @@ def test_tensor_cores_are_as_accurate_as_float32(simulator: Simulator, count: in
 
 @pytest.mark.parametrize("warpgroups", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows(simulator: Simulator, value: float, warpgroups: bool) -> None:
+def test_what_is_not_finite_shows(simulator, value, warpgroups):
     """In its row and column of the factor and nowhere else."""
     rows = torch.randn(40, 1, 100)
     rows[33, 0, 70] = value
@@ -111,9 +109,7 @@ def integers(*shape: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(5, 3, 7), (2500, 1, 5), (2500, 2, 20), (1100, 1, 40), (1100, 1, 130)])
 @pytest.mark.parametrize(("multiprocessors", "warpgroups"), [(2, False), (64, True)])
-def test_a_float64_factor_loses_nothing_of_short_float32_sums(
-    simulator: Simulator, shape: tuple[int, ...], multiprocessors: int, warpgroups: bool, dtype: torch.dtype
-) -> None:
+def test_a_float64_factor_loses_nothing_of_short_float32_sums(simulator, shape, multiprocessors, warpgroups, dtype):
     """Rows shared out and not, in one launch and in several; what was in the factor before is far beyond float32."""
     start, rows = symmetric(shape[1], shape[2], torch.float64) + 2.0**40, integers(*shape).to(dtype)
     orders = {"threads": "random", "blocks": "random"}
@@ -128,13 +124,13 @@ of_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], i
 @of_16_bits
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(5, 3, 7), (90, 1, 40), (150, 1, 130)])
-def test_rows_of_16_bits(simulator: Simulator, shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
+def test_rows_of_16_bits(simulator, shape, layout, dtype):
     """In one copy and in several; places counted in 31 bits and in 63."""
     check(simulator, arrange(torch.randn(shape).to(dtype), layout))
 
 
 @of_16_bits
-def test_every_number_of_16_bits_is_taken_as_it_is(simulator: Simulator, dtype: torch.dtype) -> None:
+def test_every_number_of_16_bits_is_taken_as_it_is(simulator, dtype):
     numbers = torch.arange(0, 1 << 16, 61, dtype=torch.int32).to(torch.uint16).view(dtype)
     rows = torch.stack([numbers, torch.ones_like(numbers)], 1)[None]
     got = accumulated(simulator, torch.zeros(len(numbers), 2, 2), rows, 1.0)

@@ -9,19 +9,11 @@ from torch import Tensor
 from .checking import DTYPES, LAYOUTS, SCHEDULES, arrange, assert_accurate, in_every_order
 from .simulator import Simulator
 
-pytestmark = pytest.mark.simulator
-
 # (G, a, b, shared)
 SIZES = [
-    (1, 1, 1, False),
-    (3, 5, 7, False),
-    (3, 5, 7, True),
-    (2, 300, 2, True),
-    (40, 9, 1, True),
-    (2, 3, 70, False),
-    (1, 2, 5000, True),
-    (2, 0, 4, True),
-]
+    (1, 1, 1, False), (3, 5, 7, False), (3, 5, 7, True), (2, 300, 2, True), (40, 9, 1, True), (2, 3, 70, False),
+    (1, 2, 5000, True), (2, 0, 4, True),
+]  # fmt: skip
 
 
 def arguments(size: tuple, dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, ...]:
@@ -66,16 +58,16 @@ def check(simulator: Simulator, given: tuple[Tensor, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_value_and_derivatives(simulator: Simulator, size: tuple, dtype: torch.dtype) -> None:
+def test_value_and_derivatives(simulator, size, dtype):
     check(simulator, arguments(size, dtype))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_layouts(simulator: Simulator, layout: str) -> None:
+def test_layouts(simulator, layout):
     check(simulator, arguments((3, 5, 7, False), torch.float64, layout))
 
 
-def test_extreme_terms(simulator: Simulator) -> None:
+def test_extreme_terms(simulator):
     """The product of mantissas must not overflow; what is no positive normal number comes out as its logarithm."""
     wide = torch.logspace(-300, 200, 501, dtype=torch.float64)[None]
     one, nothing = torch.ones(1, 1, dtype=torch.float64), torch.zeros((), dtype=torch.float64)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from python_tests.ops.test_kron_variance import diagonal_of, exact
+
 from .checking import DTYPES, LAYOUTS, arrange, guarded, in_every_order
 from .simulator import Simulator
-
-pytestmark = pytest.mark.simulator
 
 # N, K, T, G, a, b, shared
 SIZES = [
@@ -30,14 +30,10 @@ def arguments(size: tuple, dtype: torch.dtype, layout: str = "contiguous") -> tu
     return (*(arrange(t, layout) for t in (outputs, inputs, *spectra)), torch.tensor(0.3, dtype=torch.float64))
 
 
-def exact(outputs: Tensor, inputs: Tensor | None, l: Tensor, m: Tensor, p: Tensor, diagonal: bool) -> Tensor:
-    M = outputs.double() if inputs is None else torch.einsum("ntgi,kntgj->kngij", inputs.double(), outputs.double())
-    variance = torch.einsum("kngij,lngij,gij->nkl", M, M, 1 / (l[:, :, None] * m[:, None] + p))
-    return variance.diagonal(dim1=1, dim2=2) if diagonal else variance
-
-
 def check(simulator: Simulator, args: tuple, diagonal: bool, total: torch.dtype) -> None:
-    wanted = exact(*args, diagonal)
+    outputs, inputs, *spectra = args
+    wanted = exact(inputs, outputs, *spectra)
+    wanted = diagonal_of(wanted) if diagonal else wanted
     before = torch.randn(wanted.shape, dtype=total)
 
     def call() -> Tensor:
@@ -55,19 +51,19 @@ def check(simulator: Simulator, args: tuple, diagonal: bool, total: torch.dtype)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_equals_the_sum(simulator: Simulator, size: tuple, diagonal: bool, dtype: torch.dtype) -> None:
+def test_equals_the_sum(simulator, size, diagonal, dtype):
     check(simulator, arguments(size, dtype), diagonal, dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [(3, 2, 1, 2, 5, 6, False), (2, 3, 2, 2, 5, 6, True)])
-def test_layouts_and_float32_rows_beside_a_float64_variance(simulator: Simulator, size: tuple, layout: str) -> None:
+def test_layouts_and_float32_rows_beside_a_float64_variance(simulator, size, layout):
     check(simulator, arguments(size, torch.float32, layout), False, torch.float64)
 
 
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_of_a_jacobian(simulator: Simulator, layout: str, diagonal: bool) -> None:
+def test_of_a_jacobian(simulator, layout, diagonal):
     _, _, l, m, p = arguments((2, 6, 1, 2, 18, 5, False), torch.float64)
     jacobian = arrange(torch.randn(6, 2, 2, 18, 5, dtype=torch.float64), layout)
     check(simulator, (jacobian, None, l, m, p), diagonal, torch.float64)

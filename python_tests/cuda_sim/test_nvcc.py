@@ -21,7 +21,7 @@ def compiled(nvcc: Path) -> list[compiler.Compiled]:
     return compiler.compile_all(nvcc)
 
 
-def test_no_kernel_uses_local_memory(compiled: list[compiler.Compiled]) -> None:
+def test_no_kernel_uses_local_memory(compiled):
     for one in compiled:
         kernels = parse_report(one.report)
         assert len(kernels) == one.report.count("Compiling entry function") > 0, (
@@ -33,7 +33,7 @@ def test_no_kernel_uses_local_memory(compiled: list[compiler.Compiled]) -> None:
     assert {one.architectures for one in compiled} == {frozenset({"80", "90a", "100"})}
 
 
-def test_products_of_warpgroups_run_side_by_side(compiled: list[compiler.Compiled]) -> None:
+def test_products_of_warpgroups_run_side_by_side(compiled):
     """ptxas says so where it makes them wait for each other or waits itself, which costs what they are there for."""
     reports = [one.report for one in compiled if "syrk_warpgroup_kernel" in one.report]
     assert len(reports) == 2

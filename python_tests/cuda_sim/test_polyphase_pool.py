@@ -7,9 +7,6 @@ import torch
 from torch import Tensor
 
 from .checking import DTYPES, LAYOUTS, arrange, in_every_order
-from .simulator import Simulator
-
-pytestmark = pytest.mark.simulator
 
 SHAPES = [(1, 1, 2, 2), (3, 2, 4, 6), (2, 3, 80, 82)]
 NORMS = [1.0, 2.0, float("inf")]
@@ -29,7 +26,7 @@ def expected(x: Tensor, norm: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pool(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype, norm: float) -> None:
+def test_pool(simulator, shape, dtype, norm):
     x = arrange(torch.randn(shape, dtype=dtype), "contiguous")
     out, index = in_every_order(simulator, lambda: simulator.ops.polyphase_pool(x, norm))
     chosen, which = expected(x, norm)
@@ -39,7 +36,7 @@ def test_pool(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_layouts(simulator: Simulator, layout: str) -> None:
+def test_layouts(simulator, layout):
     x = arrange(torch.randn(3, 2, 4, 6), layout)
     index = torch.tensor([3, -1, 0, -1, 2, -1])[::2]
     chosen, which = expected(x, 2.0)
@@ -55,7 +52,7 @@ def test_layouts(simulator: Simulator, layout: str) -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_the_first_of_equals_and_nan(simulator: Simulator, norm: float) -> None:
+def test_the_first_of_equals_and_nan(simulator, norm):
     x = torch.ones(6, 1, 2, 2)
     x[1, 0, 1, 0] = x[1, 0, 1, 1] = -3.0  # components 1 and 3
     x[2, 0, 0, 1] = x[2, 0, 1, 1] = 3.0  # 2 and 3
@@ -67,7 +64,7 @@ def test_the_first_of_equals_and_nan(simulator: Simulator, norm: float) -> None:
         assert index.tolist() == [0, 1, 2, 2, 0, 0]
 
 
-def test_a_component_that_does_not_exist_is_nan(simulator: Simulator) -> None:
+def test_a_component_that_does_not_exist_is_nan(simulator):
     x = torch.randn(3, 2, 4, 6)
     index = torch.tensor([1, 4, -1])
     selected, scattered = simulator.ops.polyphase_select(x, index), simulator.ops.polyphase_scatter(x, index)

@@ -12,8 +12,6 @@ from torch import Tensor
 from .checking import guarded, in_every_order
 from .simulator import Simulator
 
-pytestmark = pytest.mark.simulator
-
 SIZES = [1, 2, 3, 5, 8, 9, 17, 33, 70]  # a panel has 8 columns
 
 
@@ -49,13 +47,13 @@ def with_eigenvalues(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_random(simulator: Simulator, size: int) -> None:
+def test_random(simulator, size):
     blocks = symmetric(2, size)
     (found,) = eigenvalues(simulator, [blocks])
     assert_eigenvalues(found, blocks)
 
 
-def test_sizes_together(simulator: Simulator) -> None:
+def test_sizes_together(simulator):
     """More sets than a launch takes, some of them empty."""
     sets = [symmetric(1 + d % 3, d) for d in (66, 33, 17, 65, 9, *3 * [*range(1, 31)], *range(1, 9))]
     sets[5:5] = [symmetric(0, 4), symmetric(3, 0)]
@@ -64,7 +62,7 @@ def test_sizes_together(simulator: Simulator) -> None:
             assert_eigenvalues(found, blocks)
 
 
-def test_more_columns_than_threads(simulator: Simulator) -> None:
+def test_more_columns_than_threads(simulator):
     """Two numbers of a column a thread: of an arrow, as other matrices of that size would take long."""
     size = 520
     block = torch.diag(torch.randn(size, dtype=torch.float64))
@@ -101,13 +99,13 @@ def graded_entries(size: int) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 33])
 @pytest.mark.parametrize("kind", HARD)
-def test_hard(simulator: Simulator, kind: str, size: int) -> None:
+def test_hard(simulator, kind, size):
     blocks = HARD[kind](size)
     (found,) = eigenvalues(simulator, [blocks])
     assert_eigenvalues(found, blocks)
 
 
-def test_the_largest_and_the_smallest_numbers(simulator: Simulator) -> None:
+def test_the_largest_and_the_smallest_numbers(simulator):
     number = torch.finfo(torch.float64)
     values = torch.tensor([number.max / 2, number.tiny, 5e-324, -number.max / 2], dtype=torch.float64)
     (found,) = eigenvalues(simulator, [values.view(4, 1, 1)])
@@ -119,7 +117,7 @@ def test_the_largest_and_the_smallest_numbers(simulator: Simulator) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [(0, 0), (16, 3), (16, 16)])
-def test_numbers_that_are_not_finite(simulator: Simulator, value: float, place: tuple[int, int]) -> None:
+def test_numbers_that_are_not_finite(simulator, value, place):
     """All eigenvalues of such a matrix are NaN, the others' are not."""
     blocks = symmetric(3, 17)
     blocks[1][place] = value
@@ -128,7 +126,7 @@ def test_numbers_that_are_not_finite(simulator: Simulator, value: float, place: 
     assert_eigenvalues(found[0][::2], blocks[::2])
 
 
-def test_the_lower_triangle_is_read(simulator: Simulator) -> None:
+def test_the_lower_triangle_is_read(simulator):
     blocks = torch.randn(2, 17, 17, dtype=torch.float64)
     (found,) = eigenvalues(simulator, [blocks.tril() + torch.full_like(blocks, float("nan")).triu(1)])
     assert_eigenvalues(found, blocks.tril() + blocks.tril(-1).mT)

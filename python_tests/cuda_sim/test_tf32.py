@@ -16,8 +16,6 @@ from . import test_kron_accumulate as strided
 from .checking import arrange, assert_accurate, guarded, in_every_order, rounded_to_tf32, same_bits
 from .simulator import Simulator
 
-pytestmark = pytest.mark.simulator
-
 EPS = torch.finfo(torch.float32).eps
 ROUNDING = 2.0**-11  # of a number, relative
 PRODUCT = 2 * ROUNDING + ROUNDING**2  # of a product of two
@@ -37,7 +35,7 @@ def accumulated(
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "permuted"])
 @pytest.mark.parametrize("path", PATHS, ids=str)
-def test_rows_are_rounded_to_nearest(simulator: Simulator, path: dict[str, Any], layout: str) -> None:
+def test_rows_are_rounded_to_nearest(simulator, path, layout):
     """The result is that of rounded rows, at float32's accuracy; of the rows as they are, within the bound and beyond float32's."""
     d = min(path.get("tile", 128), 70) + (path.get("tile") != 32)
     start, rows = strided.symmetric(1, d, torch.float32), arrange(torch.randn(90, 1, d), layout)
@@ -54,7 +52,7 @@ def test_rows_are_rounded_to_nearest(simulator: Simulator, path: dict[str, Any],
 
 @pytest.mark.parametrize("path", PATHS, ids=str)
 @pytest.mark.parametrize("bits", [0x7F800000, 0x7FFFFFFF, 0x7F800001], ids=["infinity", "largest NaN", "smallest NaN"])
-def test_what_is_not_finite_shows(simulator: Simulator, path: dict[str, Any], bits: int) -> None:
+def test_what_is_not_finite_shows(simulator, path, bits):
     """In its row and column of the factor and nowhere else, NaN as NaN, whatever its bits."""
     rows = torch.randn(20, 1, 32)
     rows[3, 0, 5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
@@ -66,7 +64,7 @@ def test_what_is_not_finite_shows(simulator: Simulator, path: dict[str, Any], bi
     assert bits == 0x7F800000 or got[there].isnan().all()
 
 
-def test_patches(simulator: Simulator) -> None:
+def test_patches(simulator):
     """By tensor cores rounded; by lags, which are sums of ordinary products, as ever."""
     geometry = ((3, 12, 5, 4), (3, 3), (1, 1), (1, 1), (1, 1))
     start, x = conv.problem(geometry, torch.float32)
@@ -111,7 +109,7 @@ def results(simulator: Simulator, arguments: tuple[Tensor, ...], *allowed: bool)
 
 @pytest.mark.parametrize("layout", ["contiguous", "permuted"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_factored_linear(simulator: Simulator, shape: tuple[int, ...], layout: str) -> None:
+def test_factored_linear(simulator, shape, layout):
     """Within the bound, and beyond what float32's products would give."""
     arguments = tuple(arrange(t, layout) for t in factored.arguments(shape, torch.float32, "contiguous"))
     x, u, v, b_in, b_out, g = arguments
@@ -126,7 +124,7 @@ def test_factored_linear(simulator: Simulator, shape: tuple[int, ...], layout: s
         assert_accurate(result, wanted)
 
 
-def test_not_unless_allowed(simulator: Simulator) -> None:
+def test_not_unless_allowed(simulator):
     """Without a word the results are those of False to the bit, and others than those of True."""
     rows, start = torch.randn(40, 1, 130), torch.zeros(1, 130, 130)
     arguments = factored.arguments((8, 4, 20, 12, 8), torch.float32, "contiguous")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -182,23 +183,7 @@ def test_what_a_run_cannot_be_asked(change, words):
         dataclasses.replace(small(), **change)
 
 
-TINY = [
-    "train",
-    "--layer",
-    "conv",
-    "--objective",
-    "map",
-    "--task",
-    "plain",
-    "--epochs",
-    "1",
-    "--train-size",
-    "20",
-    "--test-size",
-    "40",
-    "--jobs",
-    "1",
-]
+TINY = shlex.split("train --layer conv --objective map --task plain --epochs 1 --train-size 20 --test-size 40 --jobs 1")
 
 
 def test_other_data_that_do_not_fit_are_refused_before_anything_is_written(data_dir, tmp_path, monkeypatch, capsys):

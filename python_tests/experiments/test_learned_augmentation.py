@@ -17,6 +17,7 @@ from ella_cuda.experiments import configure, evaluate, load_run, prepare_for, re
 from ella_cuda.experiments.run import SAMPLED, SHOWN_COPIES
 from ella_cuda.metrics import nll
 from ella_cuda.training.trainer import MarglikTrainer
+from python_tests.interrupting import interrupted
 
 SMALL = {"width": 1, "epochs": 3, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 30, "test_size": 20}
 SMALL |= {"copies": 2}
@@ -70,18 +71,10 @@ def test_amounts_are_in_rows_tables_pictures_and_inspect(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_running_run_shows_its_amounts(tmp_path, monkeypatch, capsys):
+def test_a_running_run_shows_its_amounts(tmp_path, capsys):
     folder = tmp_path / "out"
-    epoch = MarglikTrainer.epoch
-
-    def stop(self):
-        if self.epochs == 2:
-            raise KeyboardInterrupt
-        return epoch(self)
-
     options = ["train", *OPTIONS, "--task", "plain", "--layer", "conv", "--objective", "evidence"]
-    with monkeypatch.context() as patched:
-        patched.setattr(MarglikTrainer, "epoch", stop)
+    with interrupted(MarglikTrainer, "epoch", lambda self: self.epochs == 2):
         assert cli.main([*options, "--out", str(folder)]) == 130
     capsys.readouterr()
     assert cli.main(["inspect", str(folder), "--json"]) == 0
@@ -137,18 +130,9 @@ def test_other_layers_and_several_words_are_runs_of_their_own(tmp_path):
     [
         (["--learn", "augmentation"], "task must be one whose labels do not say where things are"),
         (["--learn", "augmentation", "--task", "quadrant"], "such as plain or digit or rotated"),
-        (
-            ["--learn", "augmentation", "--task", "plain", "--objective", "map"],
-            "--learn augmentation needs evidence runs.",
-        ),
-        (
-            ["--learn", "augmentation", "--task", "plain", "--layer", "fc"],
-            "evidence runs; of layers with fc paths --all",
-        ),
-        (
-            ["--learn", "augmentation", "lengthscales", "--task", "plain"],
-            "--learn lengthscales needs evidence runs of a",
-        ),
+        (["--learn", "augmentation", "--task", "plain", "--objective", "map"], "--learn augmentation needs evidence runs."),
+        (["--learn", "augmentation", "--task", "plain", "--layer", "fc"], "evidence runs; of layers with fc paths --all"),
+        (["--learn", "augmentation", "lengthscales", "--task", "plain"], "--learn lengthscales needs evidence runs of a"),
         (["--learn", "augmentation", "--task", "plain", "--generators", "warp"], "generators must be names out of tx"),
         (["--learn", "augmentation", "--task", "plain", "--copies", "0"], "copies must be at least 1"),
         (["--learn", "augmentation", "--task", "plain", "--amount-init", "0"], "amount_init must be positive"),
@@ -157,7 +141,7 @@ def test_other_layers_and_several_words_are_runs_of_their_own(tmp_path):
         (["--task", "plain", "--copies", "3"], "--copies: of a learned augmentation"),
         (["--task", "plain", "--lr-aug", "0.1"], "--lr-aug: of what is learned; no run learns augmentation"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_is_2_and_says_what_to_do(args, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", *args]) == 2

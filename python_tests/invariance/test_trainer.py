@@ -15,6 +15,7 @@ from ella_cuda.augment import AffineAugment
 from ella_cuda.data import TensorLoader
 from ella_cuda.invariance import BayesianLinear, ElboTrainer, InvariantFilterBank, ShallowNetwork
 from ella_cuda.training.checkpoint import read_checkpoint
+from python_tests.interrupting import interrupted
 
 
 def images(n: int = 40, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,24 +121,15 @@ def test_the_point_estimates_objective_is_the_log_posterior(likelihood):
 
 
 @pytest.mark.parametrize("objective", ["bound", "point"])
-def test_a_resumed_training_is_one_that_was_not_interrupted(objective, tmp_path, monkeypatch):
+def test_a_resumed_training_is_one_that_was_not_interrupted(objective, tmp_path):
     whole = trainer(n_epochs=5, objective=objective, checkpoint=tmp_path / "whole.pt")
     torch.manual_seed(3)
     whole.run()
-    epoch = ElboTrainer.epoch
-
-    def stopping(self: ElboTrainer) -> float:
-        if self.epochs == 3:
-            raise KeyboardInterrupt
-        return epoch(self)
-
     options = {"n_epochs": 5, "objective": objective, "checkpoint": tmp_path / "stopped.pt"}
-    with monkeypatch.context() as patched:
-        patched.setattr(ElboTrainer, "epoch", stopping)
-        stopped = trainer(**options)
-        torch.manual_seed(3)
-        with pytest.raises(KeyboardInterrupt):
-            stopped.run()
+    stopped = trainer(**options)
+    torch.manual_seed(3)
+    with interrupted(ElboTrainer, "epoch", lambda self: self.epochs == 3), pytest.raises(KeyboardInterrupt):
+        stopped.run()
     resumed = trainer(**options)
     torch.manual_seed(17)
     resumed.run()
@@ -206,10 +198,7 @@ def test_a_checkpoint_of_another_training_is_refused(change, words, tmp_path):
     before, second = path.read_bytes(), network(q=model.get("q", "full"))
     if "frozen" in model:
         second.layer.get_parameter(model["frozen"]).requires_grad_(False)
-    other = trainer(
-        second,
-        **{"checkpoint": path} | {k: v for k, v in change.items() if k != "model"},
-    )
+    other = trainer(second, **{"checkpoint": path} | {k: v for k, v in change.items() if k != "model"})
     with pytest.raises(ValueError, match=re.escape(words)):
         other.run()
     assert path.read_bytes() == before

@@ -8,11 +8,13 @@ import math
 import mmap
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ella_cuda
@@ -43,6 +45,39 @@ class Operands(NamedTuple):
     listed: bool = False
 
 
+class Case(NamedTuple):
+    """A differentiable op, of which ``test_conformance.py`` tests what all must satisfy. Modules of tests list theirs in ``DIFFERENTIABLE``.
+
+    Attributes:
+        op: a function of tensors alone.
+        reference: the same in torch.
+        exact: the oracle.
+        make: arguments by shape, device and dtype.
+        small: shapes of derivatives; the first one of transforms too.
+        laid_out, empty, threaded: shapes of arguments in every layout, of nothing, and of sums that threads share.
+        optional: how many of the last arguments may be left out.
+        ways: whether CUDA computes it otherwise, which the fixture ``way`` has on every device.
+    """
+
+    op: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    exact: Callable[..., Tensor]
+    make: Callable[[Any, torch.device, torch.dtype], tuple[Tensor, ...]]
+    small: list[Any]
+    laid_out: list[Any] = []  # noqa: RUF012
+    empty: list[Any] = []  # noqa: RUF012
+    threaded: list[Any] = []  # noqa: RUF012
+    optional: int = 0
+    ways: bool = False
+
+    def calls(self, shape: Any, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+        """Arguments in double precision, all of them and without the optional ones."""
+        args = self.make(shape, device, torch.float64)
+        yield args
+        if self.optional:
+            yield args[: -self.optional]
+
+
 def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:
     """Equal structure and close numbers; NaN never passes."""
     actual, expected = tree_leaves(actual), tree_leaves(expected)
@@ -69,6 +104,8 @@ def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         window = padded[..., 1 : 1 + tensor.shape[-1]]
         window.copy_(tensor)
         yield "rows of a larger tensor", window
+    if tensor.dim() == 4:
+        yield "channels last", tensor.contiguous(memory_format=torch.channels_last)
     if tensor.dim() and tensor.shape[0]:
         yield "first axis expanded", tensor[:1].expand_as(tensor)
 
@@ -109,14 +146,66 @@ def close_in_another_order(actual: Tensor, exact: Tensor) -> None:
     )
 
 
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def same_for_any_number_of_threads(call: Callable[[], Any], numbers: tuple[int, ...] = (1, 2, 3)) -> None:
+    """A call's tensors to the bit, on the CPU."""
+    results = []
+    for number in numbers:
+        with threads(number):
+            results.append(tree_leaves(call()))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def check_gradients(
+    function: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    exact: Callable[..., Tensor],
+    args: tuple[Tensor, ...],
+    grad: Tensor,
+    compare: Callable[[Tensor, Tensor, Tensor], None] = error_at_most_twice,
+) -> None:
+    """A function's gradients beside those of torch in the same precision and the exact ones in float64."""
+    args = [a.detach().requires_grad_() for a in args]
+    wide = [a.detach().double().requires_grad_() for a in args]
+    ours, theirs = (torch.autograd.grad(f(*args), args, grad) for f in (function, reference))
+    for o, t, e in zip(ours, theirs, torch.autograd.grad(exact(*wide), wide, grad.double()), strict=True):
+        compare(o, t, e)
+
+
+def runs_during(call: Callable[[], Any], *names: str) -> tuple[Any, dict[str, int]]:
+    """The result of a call, and how often ops of these names run during it. A batched op runs itself and, inside, the physical one."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = call()
+    return result, {name: sum(e.name == name for e in profile.events()) for name in names}
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor's memory has which an operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.numbers = max([self.numbers, *(t.untyped_storage().nbytes() // t.element_size() for t in made)])
+        return result
+
+
 def peak_bytes(call: Callable[[], Any]) -> int:
     """What a call on two threads of the CPU needs at a time, scratch included; skips where the system does not tell."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         peak = load("memory").peak_bytes(call, torch.device("cpu"))
-    finally:
-        torch.set_num_threads(threads)
     if peak is None:
         pytest.skip("the system does not tell a peak")
     return peak

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -27,22 +24,17 @@ REFUSALS = [
     ("affine_copies", [("1 0 65536 32768",), ("1 1 2 3",)], (None,), "fewer than 2^31 pixels in a plane with a border"),
     ("affine_copies", [IMAGE, ("1 3 2 3",), ("1 2 2 3",)], (), "(M, S, 2, 3) = (1, 3, 2, 3), got (1, 2, 2, 3)"),
 ]
+VECTORISED = ["test_sums_over_single_pixels", "test_the_accuracy_of_grid_sample"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*unit-size grids")
 
 # N, S, C, H, W and whether all images share maps: odd sides, sides of one pixel, whole vectors of places and not, several blocks of
 # rows, one image whose channels are several tasks', more images than tasks are wanted.
 SHAPES = [
-    (3, 4, 2, 5, 6, False),
-    (3, 4, 2, 7, 6, True),
-    (2, 3, 1, 1, 5, False),
-    (2, 3, 1, 4, 1, True),
-    (1, 2, 1, 1, 1, False),
-    (1, 5, 7, 3, 3, True),
-    (40, 2, 2, 3, 4, True),
-    (2, 3, 3, 4, 40, False),
+    (3, 4, 2, 5, 6, False), (3, 4, 2, 7, 6, True), (2, 3, 1, 1, 5, False), (2, 3, 1, 4, 1, True),
+    (1, 2, 1, 1, 1, False), (1, 5, 7, 3, 3, True), (40, 2, 2, 3, 4, True), (2, 3, 3, 4, 40, False),
     (1, 2, 2, 40, 33, False),
-]
+]  # fmt: skip
 
 
 def arguments(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
@@ -114,6 +106,19 @@ def away_from_kinks(shape: tuple[int, ...], device: torch.device) -> tuple[Tenso
             return tuple(t.to(device) for t in (grad, x, maps, direction))
 
 
+DIFFERENTIABLE = {
+    f"affine_copies {'shared' if shared else 'own'}": checks.Case(
+        ops.affine_copies,
+        ops.affine_copies_torch,
+        ops.affine_copies_torch,
+        lambda shape, device, dtype: (away_from_kinks if shape[0] else arguments)(shape, device)[1:3],
+        small=[(2, 2, 1, 3, 3, shared), (2, 2, 2, 3, 4, shared)],
+        empty=[(0, 2, 3, 4, 5, shared)],
+    )
+    for shared in (False, True)
+}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("moving", [False, True])
 def test_sums_over_single_pixels(shape, moving, device):
@@ -125,8 +130,12 @@ def test_sums_over_single_pixels(shape, moving, device):
     checks.assert_same(ours.cpu(), y)
     found = _gradients(grad, x, maps, direction, True, True)
     checks.assert_same([g.cpu() for g in found], (by_x, by_maps))
-    checks.assert_same(_gradients(grad, x, maps, direction, True, False)[0], found[0], rtol=0, atol=0)
-    checks.assert_same(_gradients(grad, x, maps, direction, False, True)[1], found[1], rtol=0, atol=1e-12)
+    (only_x, none), (nothing, only_maps) = (
+        _gradients(grad, x, maps, direction, wants_x, not wants_x) for wants_x in (True, False)
+    )
+    checks.assert_same(only_x, found[0], rtol=0, atol=0)
+    checks.assert_same(only_maps, found[1], rtol=0, atol=1e-12)
+    assert none.shape == nothing.shape == (0,)
     if not moving:
         checks.assert_same(ops.affine_copies(x, maps), ours, rtol=0, atol=0)
         leaves = x.clone().requires_grad_(), maps.clone().requires_grad_()
@@ -200,7 +209,6 @@ def test_finite_differences_of_smooth_images(device):
 def test_derivatives(shape, device):
     grad, x, maps, direction = away_from_kinks(shape, device)
     args = tuple(t.clone().requires_grad_() for t in (x, maps))
-    checks.check_derivatives(lambda *a: ops.affine_copies(*a), args)
     moving = (*args, direction.clone().requires_grad_())
     checks.check_derivatives(_copies, moving)
     checks.check_derivatives(
@@ -227,30 +235,8 @@ def test_plain_torch_of_the_orders_beyond(shared, device):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_transforms(shared, device):
-    _, x, maps, direction = away_from_kinks((2, 2, 1, 3, 3, shared), device)
-    checks.check_func_transforms(ops.affine_copies, ops.affine_copies_torch, (x, maps))
-    checks.check_vmap(ops.affine_copies, (x, maps))
-    checks.check_vmap(_copies, (x, maps, direction))
-    checks.check_compile(ops.affine_copies, (x, maps))
-
-
-@pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=2)))
-@pytest.mark.parametrize("moving", [False, True])
-def test_opcheck(needs, moving, device):
-    grad, x, maps, direction = away_from_kinks((2, 2, 2, 3, 4, False), device)
-    direction = direction.requires_grad_() if moving else None
-    x, maps = (t.clone().requires_grad_(need) for t, need in zip((x, maps), needs, strict=True))
-    torch.library.opcheck(torch.ops.ella_cuda.affine_copies.default, (x, maps, direction))
-    wanted = needs if any(needs) else (True, True)
-    torch.library.opcheck(torch.ops.ella_cuda.affine_copies_backward.default, (grad, x, maps, direction, *wanted))
-
-
-def test_only_what_is_asked_for_is_computed(device):
-    grad, x, maps, _ = arguments(SHAPES[0], device)
-    for wants_x, wants_maps in itertools.product((False, True), repeat=2):
-        by_x, by_maps = torch.ops.ella_cuda.affine_copies_backward(grad, x, maps, None, wants_x, wants_maps)
-        assert by_x.shape == (x.shape if wants_x else (0,)) and by_maps.shape == (maps.shape if wants_maps else (0,))
+def test_vmap_along_a_direction(shared, device):
+    checks.check_vmap(_copies, away_from_kinks((2, 2, 1, 3, 3, shared), device)[1:])
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 2, 5, 6, False), (3, 2, 2, 40, 33, True)])
@@ -277,19 +263,6 @@ def test_nothing_is_read_past_the_end(shape, dtype):
     for direction in (None, given[3]):
         assert torch.isfinite(_copies(*given[1:3], direction)).all()
         assert all(torch.isfinite(g).all() for g in _gradients(*given[:3], direction, True, True))
-
-
-@pytest.mark.parametrize("size", [(0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (2, 3, 0, 4, 5), (2, 3, 1, 0, 5), (2, 3, 1, 4, 0)])
-@pytest.mark.parametrize("shared", [False, True])
-def test_empty(size, shared, device):
-    n, s, c, h, w = size
-    x = torch.zeros(n, c, h, w, device=device, requires_grad=True)
-    maps = torch.zeros(1 if shared else n, s, 2, 3, device=device, requires_grad=True)
-    for function in (ops.affine_copies, ops.affine_copies_torch):
-        y = function(x, maps)
-        assert y.shape == size
-        for leaf, g in zip((x, maps), torch.autograd.grad(y.sum(), (x, maps)), strict=True):
-            assert torch.equal(g, torch.zeros_like(leaf))
 
 
 def test_one_set_of_maps_is_that_of_every_image(device):
@@ -331,39 +304,13 @@ def test_maps_that_look_far_outside(device):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_same_numbers_for_any_number_of_threads(shared):
-    results, before = [], torch.get_num_threads()
     given = arguments((7, 5, 5, 20, 30, shared), torch.device("cpu"), torch.float32)
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append((_copies(*given[1:3], None), *_gradients(*given[:3], None, True, True)))
-            results[-1] += _gradients(*given[:3], None, False, True)[1:]
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
+    def results():
+        both = _gradients(*given[:3], None, True, True)
+        return _copies(*given[1:3], None), both, _gradients(*given[:3], None, False, True)[1]
 
-@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
-def test_every_set_of_instructions(capability, beside_the_tests):
-    """The vectors of each set this processor has, of other lengths than those of the running one."""
-    code = """
-import torch
-from ella_cuda.ops.affine_copies import affine_adjoint, _copies, _gradients
-from python_tests.ops.test_affine_copies import SHAPES, arguments, pixel_by_pixel
-for shape in SHAPES:
-    for dtype in (torch.float32, torch.float64):
-        grad, x, maps, direction = arguments(shape, torch.device("cpu"), dtype)
-        for along in (None, direction):
-            wanted = pixel_by_pixel(grad, x, maps, along)
-            found = _copies(x, maps, along), *_gradients(grad, x, maps, along, True, True)
-            for a, e in zip(found, wanted):
-                # A coordinate near a whole number may be on its other side in float32.
-                bound = 1e-3 if dtype == torch.float32 else 1e-11
-                assert (a - e).abs().max() <= bound * max(1, e.abs().max()), (shape, dtype, along is None)
-"""
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=beside_the_tests, timeout=300)
+    checks.same_for_any_number_of_threads(results)
 
 
 def test_no_grid_and_no_repeated_image_is_stored():
@@ -373,23 +320,6 @@ def test_no_grid_and_no_repeated_image_is_stored():
     assert checks.peak_bytes(lambda: ops.affine_copies(x, maps)) < 1.2 * size
     assert checks.peak_bytes(lambda: _gradients(grad, x, maps, None, True, True)) < 0.2 * size
     assert checks.peak_bytes(lambda: by_torch(x, maps)) > 2.5 * size
-
-
-@pytest.mark.parametrize(
-    ("x", "maps", "words"),
-    [
-        (torch.zeros(2, 3, 4), torch.zeros(2, 5, 2, 3), "x must have shape"),
-        (torch.zeros(2, 1, 3, 4), torch.zeros(3, 5, 2, 3), "maps must have shape .* with M = N = 2 or M = 1"),
-        (torch.zeros(2, 1, 3, 4), torch.zeros(2, 5, 3, 3), "maps must have shape"),
-        (torch.zeros(2, 1, 3, 4), torch.zeros(2, 5, 2, 3).double(), "maps must have the dtype of x"),
-        (torch.zeros(2, 1, 3, 4).long(), torch.zeros(2, 5, 2, 3), "x must be float32 or float64"),
-        (torch.zeros(()).expand(1, 1, 1 << 16, 1 << 15), torch.zeros(1, 1, 2, 3), "fewer than 2\\^31 pixels"),
-    ],
-)
-def test_errors(x, maps, words, device):
-    for where in (device, "meta"):
-        with pytest.raises(RuntimeError, match=words):
-            ops.affine_copies(x.to(where), maps.to(where))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

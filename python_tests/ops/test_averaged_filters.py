@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 import torch
@@ -31,19 +29,14 @@ REFUSALS = [
     ("averaged_filters", [("2 3",), ("4 5 3",)], (None, 4, False), "activation must be from 0 to 3, got 4"),
     ("averaged_filters", [("2 3",), ("4 5 3",)], (None, -1, False), "activation must be from 0 to 3, got -1"),
 ]
+VECTORISED = ["test_sums", "test_the_accuracy_of_torch"]
 
 # N, S, H, D: single numbers, panels and tiles that are whole, less than whole and one more than whole, several groups of panels, more
 # transforms than are summed at once, sums of nothing.
 SHAPES = [
-    (3, 4, 5, 7),
-    (1, 1, 1, 1),
-    (64, 2, 64, 64),
-    (65, 3, 65, 65),
-    (300, 2, 3, 9),
-    (5, 70, 3, 4),
-    (2, 2, 130, 20),
+    (3, 4, 5, 7), (1, 1, 1, 1), (64, 2, 64, 64), (65, 3, 65, 65), (300, 2, 3, 9), (5, 70, 3, 4), (2, 2, 130, 20),
     (4, 3, 2, 0),
-]
+]  # fmt: skip
 NAMES = [name for name in ACTIVATIONS if name != "identity"]
 
 
@@ -54,6 +47,20 @@ def arguments(
     n, s, h, d = shape
     made = torch.randn(n, h), torch.randn(n, d), 2 * torch.randn(s, h, d) / max(d, 1) ** 0.5, torch.randn(h)
     return tuple(t.double().to(device, dtype) for t in made)
+
+
+DIFFERENTIABLE = {
+    f"averaged_filters {activation}": checks.Case(
+        partial(ops.averaged_filters, activation=activation),
+        partial(ops.averaged_filters_torch, activation=activation),
+        partial(ops.averaged_filters_torch, activation=activation),
+        lambda *made: arguments(*made)[1:],
+        small=[(3, 2, 2, 3)],
+        empty=[(0, 2, 3, 4), (2, 2, 0, 4), (0, 1, 0, 0)],
+        optional=1,
+    )
+    for activation in ACTIVATIONS
+}
 
 
 def value_and_slope(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -163,44 +170,16 @@ def test_numbers_that_are_not_finite(device):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_derivatives(activation, biased, device):
+def test_derivatives_of_the_gradients(activation, biased, device):
     grad, *args = arguments((3, 2, 2, 4), device)
     args = tuple(t.requires_grad_() for t in args[: 2 + biased])
     rest = () if biased else (None,)
-    checks.check_derivatives(lambda *a: ops.averaged_filters(*a, *rest, activation), args)
     number = ACTIVATIONS[activation]
     checks.check_derivatives(
         lambda g, *a: _gradients(g, *a, *rest, None, number, True, True, True, False),
         (grad.requires_grad_(), *args),
         second=False,
     )
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_transforms(activation, device):
-    args = arguments((3, 2, 2, 3), device)[1:]
-
-    def ours(*a: Tensor) -> Tensor:
-        return ops.averaged_filters(*a, activation)
-
-    def reference(*a: Tensor) -> Tensor:
-        return ops.averaged_filters_torch(*a, activation)
-
-    checks.check_func_transforms(ours, reference, args)
-    checks.check_vmap(ours, args)
-    checks.check_vmap(lambda x, bank: ops.averaged_filters(x, bank, None, activation), args[:2])
-    checks.check_compile(ours, args)
-
-
-@pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=3)))
-@pytest.mark.parametrize("keeps", [False, True])
-def test_opcheck(needs, keeps, device):
-    grad, *args = arguments((3, 2, 5, 4), device)
-    args = [t.requires_grad_(need) for t, need in zip(args, needs, strict=True)]
-    torch.library.opcheck(torch.ops.ella_cuda.averaged_filters.default, (*args, RELU, keeps))
-    _, kept = _forward(*(t.detach() for t in args), RELU, keeps, False)
-    kept = kept if keeps else None
-    torch.library.opcheck(torch.ops.ella_cuda.averaged_filters_backward.default, (grad, *args, kept, RELU, *needs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -266,57 +245,17 @@ def test_nothing_is_read_past_the_end(shape, dtype):
         assert all(torch.isfinite(t).all() for t in found(*given, "relu", keeps))
 
 
-@pytest.mark.parametrize("size", [(0, 2, 3, 4), (2, 2, 0, 4), (0, 1, 0, 0)])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_empty(size, activation, device):
-    n, s, h, d = size
-    leaves = [torch.ones(shape, device=device, requires_grad=True) for shape in ((n, d), (s, h, d), (h,))]
-    for function in (ops.averaged_filters, ops.averaged_filters_torch):
-        y = function(*leaves, activation)
-        assert y.shape == (n, h)
-        for leaf, g in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
-            assert torch.equal(g, torch.zeros_like(leaf))
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_same_numbers_for_any_number_of_threads(activation):
-    results, before = [], torch.get_num_threads()
     given = arguments((300, 5, 130, 70), torch.device("cpu"), torch.float32)
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append((*found(*given, activation), *found(*given, activation, activation == "relu")))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    kept = {False, activation == "relu"}
+    checks.same_for_any_number_of_threads(lambda: [found(*given, activation, keeps) for keeps in kept])
 
 
 def test_an_image_does_not_depend_on_its_neighbours(device):
     _, x, bank, bias = arguments((65, 3, 5, 7), device)
     y = ops.averaged_filters(x, bank, bias)
     checks.assert_same(torch.cat([ops.averaged_filters(row[None], bank, bias) for row in x]), y)
-
-
-@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
-def test_every_set_of_instructions(capability, beside_the_tests):
-    """The vectors of each set this processor has, of other lengths than those of the running one."""
-    code = """
-import torch
-from ella_cuda.ops.averaged_filters import ACTIVATIONS
-from python_tests.ops.test_averaged_filters import SHAPES, arguments, by_sums, found
-for shape in SHAPES:
-    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
-        given = arguments(shape, torch.device("cpu"), dtype)
-        for activation in ACTIVATIONS:
-            wanted = by_sums(*given, activation)
-            for keeps in {False, activation == "relu"}:
-                for a, e in zip(found(*given, activation, keeps), wanted):
-                    largest = max([1.0, *e.abs().flatten().tolist()])
-                    assert a.shape == e.shape and ((a - e).abs() <= bound * largest).all(), (shape, dtype, activation)
-"""
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=beside_the_tests, timeout=300)
 
 
 def test_activations_are_not_stored():
@@ -327,26 +266,6 @@ def test_activations_are_not_stored():
     assert checks.peak_bytes(lambda: found(grad, x, bank, bias, "tanh")) < 0.25 * numbers
     assert checks.peak_bytes(lambda: found(grad, x, bank, bias, "relu", True)) < 0.25 * numbers
     assert checks.peak_bytes(lambda: ops.averaged_filters_torch(x, bank, bias)) > 0.9 * numbers
-
-
-@pytest.mark.parametrize(
-    ("x", "bank", "bias", "words"),
-    [
-        (torch.zeros(2, 3, 4), torch.zeros(2, 5, 3), None, "x must have shape"),
-        (torch.zeros(2, 4), torch.zeros(2, 5, 3), None, r"bank must have shape \(S, H, D\) = \(\*, \*, 4\)"),
-        (torch.zeros(2, 3), torch.zeros(5, 3), None, "bank must have shape"),
-        (torch.zeros(2, 3), torch.zeros(0, 5, 3), None, "bank must have at least one transform"),
-        (torch.zeros(2, 3), torch.zeros(2, 5, 3).double(), None, "bank must have the dtype of x"),
-        (torch.zeros(2, 3), torch.zeros(2, 5, 3), torch.zeros(4), r"bias must have shape \(H,\) = \(5,\)"),
-        (torch.zeros(2, 3).long(), torch.zeros(2, 5, 3), None, "x must be float32 or float64"),
-    ],
-)
-@pytest.mark.parametrize("activation", ["relu", "identity"])
-def test_errors(x, bank, bias, words, activation, device):
-    for where in (device, "meta"):
-        args = [t if t is None else t.to(where) for t in (x, bank, bias)]
-        with pytest.raises(RuntimeError, match=words):
-            ops.averaged_filters(*args, activation)
 
 
 def test_an_activation_that_there_is_not(device):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -38,11 +34,15 @@ REFUSALS = [
     ("circular_conv2d_scattered", [SIDE, CHOICE, ("1 1 2 3",)], (), "weight must have odd height and width"),
     ("circular_conv2d_scattered", [SIDE, CHOICE, ("1 1 3 0",)], (), "weight must have odd height and width"),
     ("circular_conv2d_scattered", [SIDE, CHOICE, ("1 1 1 3",)], (), "height and width of at least 3, got (1, 3)"),
+    ("circular_conv2d_scattered", [SIDE, CHOICE, ("1 1 3 1",)], (), "height and width of at least 3, got (3, 1)"),
     ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, IMAGE], (2, 3), "the kernel must have odd"),
     ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, IMAGE], (3, 0), "the kernel must have odd"),
     ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, ("1 1 6 4",)], (3, 3), "(1, *, 3, 2), got (1, 1, 2, 2)"),
     ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, ("1 1 5 4",)], (3, 3), "x must have even height"),
+    ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, ("1 1 4 5",)], (3, 3), "x must have even height"),
+    ("circular_conv2d_pool", [IMAGE, KERNEL, ("2",)], (2.0,), "bias must have shape (D,) = (1,), got (2,)"),
 ]
+VECTORISED = ["test_equals_the_two_apart", "test_gradients_equal_those_of_the_two_apart"]
 
 CPU = torch.device("cpu")
 # N, C, D, H, W, kh, kw: beside those, kernels that see one component only, kernels of one row, few channels, wide images.
@@ -69,6 +69,31 @@ def choices(shape: tuple[int, ...], device: torch.device) -> Tensor:
 def apart(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: float = 2) -> Tensor:
     """The oracle: rolled images, then slices."""
     return explicit(rolled(x, weight, bias), norm)
+
+
+DIFFERENTIABLE = {
+    "circular_conv2d_pool": checks.Case(
+        ops.circular_conv2d_pool,
+        ops.circular_conv2d_pool_torch,
+        apart,
+        arguments,
+        small=[(2, 2, 3, 4, 2, 3, 3), (3, 2, 3, 4, 2, 3, 3), (2, 2, 3, 4, 2, 1, 3)],
+        laid_out=[(5, 3, 4, 8, 6, 3, 3), (3, 2, 3, 4, 32, 3, 5), (4, 2, 3, 2, 2, 3, 3)],
+        empty=[
+            (0, 2, 3, 4, 6, 3, 3), (2, 0, 3, 4, 6, 3, 3), (2, 3, 0, 4, 6, 3, 3), (2, 3, 4, 0, 6, 3, 3),
+            (2, 3, 4, 6, 0, 3, 3), (2, 0, 3, 4, 32, 3, 3),
+        ],
+        threaded=[
+            (50, 4, 8, 32, 32, 3, 3),
+            (50, 9, 11, 8, 8, 3, 3),
+            (70, 8, 16, 2, 2, 3, 3),
+            (128, 20, 21, 8, 8, 3, 3),
+            MANY_WEIGHTS,
+        ],
+        optional=1,
+        ways=True,
+    )
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("norm", [1, 2, math.inf])
@@ -98,17 +123,10 @@ def test_the_two_as_one_op(shape, norm, device):
 @pytest.mark.parametrize("shape", [*SHAPES, MANY_WEIGHTS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_equal_those_of_the_two_apart(shape, dtype, device, way):
-    args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
-    grad = pooled_gradient(shape, device, dtype)
-    ours = torch.autograd.grad(ops.circular_conv2d_pool(*args), args, grad)
-    reference = torch.autograd.grad(ops.circular_conv2d_pool_torch(*args), args, grad)
-    wide = [a.detach().double().requires_grad_() for a in args]
-    exact = torch.autograd.grad(apart(*wide), wide, grad.double())
-    for o, t, e in zip(ours, reference, exact, strict=True):
-        if way == "the device's" and device.type == "cpu":
-            checks.error_at_most_twice(o, t, e)
-        else:
-            checks.close_in_another_order(o, e)
+    args, grad = arguments(shape, device, dtype), pooled_gradient(shape, device, dtype)
+    own = way == "the device's" and device.type == "cpu"
+    compare = checks.error_at_most_twice if own else lambda o, _, e: checks.close_in_another_order(o, e)
+    checks.check_gradients(ops.circular_conv2d_pool, ops.circular_conv2d_pool_torch, apart, args, grad, compare)
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
@@ -132,60 +150,6 @@ def test_the_choice_is_that_of_the_convolution(device):
         for image, out, component in zip(x, y, expected, strict=True):
             chosen = image[:, component & 1 :: 2, component >> 1 :: 2] + bias
             torch.testing.assert_close(out, chosen, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("shape", [(5, 3, 4, 8, 6, 3, 3), (3, 2, 3, 4, 32, 3, 5), (4, 2, 3, 2, 2, 3, 3)])
-@pytest.mark.parametrize("position", range(4))
-def test_every_layout(shape, position, device, way):
-    args = [*arguments(shape, device), pooled_gradient(shape, device)]
-    for _, laid_out in checks.layouts(args[position]):
-        *call, grad = [*args[:position], laid_out, *args[position + 1 :]]
-        leaves = [t.detach().requires_grad_() for t in call]
-        plain = [t.detach().clone().requires_grad_() for t in call]
-        y, exact = ops.circular_conv2d_pool(*leaves), apart(*plain)
-        checks.assert_same(y, exact)
-        checks.assert_same(
-            torch.autograd.grad(y, leaves, grad, retain_graph=True), torch.autograd.grad(exact, plain, grad, True)
-        )
-        checks.assert_same(  # an expanded gradient
-            torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(exact.sum(), plain)
-        )
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (0, 2, 3, 4, 6, 3, 3),
-        (2, 0, 3, 4, 6, 3, 3),
-        (2, 3, 0, 4, 6, 3, 3),
-        (2, 3, 4, 0, 6, 3, 3),
-        (2, 3, 4, 6, 0, 3, 3),
-        (2, 0, 3, 4, 32, 3, 3),
-    ],
-)
-def test_empty(shape, device, way):
-    args = [a.requires_grad_() for a in arguments(shape, device)]
-    y = ops.circular_conv2d_pool(*args)
-    two = ops.polyphase_pool(ops.circular_conv2d(*args))
-    checks.assert_same(y, two)
-    checks.assert_same(torch.autograd.grad(y.sum(), args), torch.autograd.grad(two.sum(), args))
-
-
-def test_derivatives(device, way):
-    shape = (3, 2, 3, 4, 2, 3, 3)
-    args = tuple(a.requires_grad_() for a in arguments(shape, device))
-    checks.check_derivatives(lambda *a: ops.circular_conv2d_pool(*a).sin(), args)
-    checks.check_derivatives(ops.circular_conv2d_pool, args[:2])
-    narrow = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 4, 2, 1, 3), device))
-    checks.check_derivatives(ops.circular_conv2d_pool, narrow)
-
-
-def test_transforms(device, way):
-    args = arguments((2, 2, 3, 4, 2, 3, 3), device)
-    for call in (args, args[:2]):
-        checks.check_func_transforms(ops.circular_conv2d_pool, ops.circular_conv2d_pool_torch, call)
-        checks.check_vmap(ops.circular_conv2d_pool, call, batch=2)
-    checks.check_compile(ops.circular_conv2d_pool, args)
 
 
 def test_derivatives_under_autocast(device, way):
@@ -223,73 +187,10 @@ def test_no_images_excuse_nothing(way):
 def test_vmap_of_images_is_one_call():
     x, weight, bias = arguments((3, 2, 4, 6, 4, 3, 3), CPU)
     batch = torch.stack([x, 2 * x])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        together = torch.func.vmap(lambda images: ops.circular_conv2d_pool(images, weight, bias))(batch)
-    calls = [e for e in profile.events() if e.name == "ella_cuda::circular_conv2d_pool"]
-    assert len(calls) == 2  # the batched one and, inside it, the physical one
+    mapped = torch.func.vmap(lambda images: ops.circular_conv2d_pool(images, weight, bias))
+    together, calls = checks.runs_during(lambda: mapped(batch), "ella_cuda::circular_conv2d_pool")
+    assert list(calls.values()) == [2]
     checks.assert_same(together, torch.stack([apart(images, weight, bias) for images in batch]))
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (50, 4, 8, 32, 32, 3, 3),
-        (50, 9, 11, 8, 8, 3, 3),
-        (70, 8, 16, 2, 2, 3, 3),
-        (128, 20, 21, 8, 8, 3, 3),
-        MANY_WEIGHTS,
-    ],
-)
-def test_same_numbers_for_any_number_of_threads(shape):
-    args = [a.requires_grad_() for a in arguments(shape, CPU, torch.float32)]
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 7, 16):
-            torch.set_num_threads(threads)
-            y = ops.circular_conv2d_pool(*args)
-            results.append((y, *torch.autograd.grad(y.square().sum(), args)))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
-def test_every_set_of_instructions(capability, beside_the_tests):
-    """The vectors of each set this processor has, of other lengths than those of the running one."""
-    code = """
-import json, torch, ella_cuda
-from python_tests.ops.test_circular_conv2d_pool import CPU, MANY_WEIGHTS, SHAPES, apart, arguments, pooled_gradient, rolled
-errors = []
-for dtype in (torch.float32, torch.float64):
-    for shape in [*SHAPES, MANY_WEIGHTS]:
-        x, weight, bias = arguments(shape, CPU, dtype)
-        grad = pooled_gradient(shape, CPU, dtype)
-        wide = weight.double().requires_grad_()
-        exact = apart(x, wide, bias)
-        (exact_grad,) = torch.autograd.grad(exact, wide, grad.double())
-        # Rounding is in proportion to what is added up, whatever cancels.
-        most = rolled(x.abs(), weight.abs(), bias.abs()).flatten(1).amax(1)[:, None, None, None]
-        positive = wide.detach().abs().requires_grad_()
-        (summed_grad,) = torch.autograd.grad(rolled(x.abs(), positive, bias.abs()), positive,
-                                             grad.double().abs().repeat_interleave(2, 2).repeat_interleave(2, 3))
-        weight.requires_grad_()
-        y = ella_cuda.ops.circular_conv2d_pool(x, weight, bias)
-        (ours,) = torch.autograd.grad(y, weight, grad)
-        for a, e, size in ((y.detach(), exact.detach(), most), (ours, exact_grad, summed_grad)):
-            error = (a.double() - e).abs()
-            errors.append(torch.where(error == 0, 0, error / size).max() / torch.finfo(dtype).eps)
-print(json.dumps([ella_cuda.build_info()["cpu_kernels"], torch.stack(errors).max().item()]))
-"""
-    environ = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, cwd=beside_the_tests, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    name, worst = json.loads(done.stdout.splitlines()[-1])
-    assert name == checks.KERNEL_SETS[capability]
-    assert worst < 8, (name, worst)  # NaN fails too
 
 
 def test_what_is_between_is_not_stored():
@@ -298,26 +199,6 @@ def test_what_is_between_is_not_stored():
     result = 64 * 16 * 32 * 32 * 4
     assert checks.peak_bytes(lambda: ops.circular_conv2d_pool(x, weight, bias)) < 2 * result
     assert checks.peak_bytes(lambda: ops.polyphase_pool(ops.circular_conv2d(x, weight, bias))) > 4 * result
-
-
-@pytest.mark.parametrize(
-    ("position", "bad", "words"),
-    [
-        (0, lambda t: t[0], "x must have shape"),
-        (0, lambda t: t[:, :, 1:], "x must have even height and width"),
-        (0, lambda t: t[..., 1:], "x must have even height and width"),
-        (0, lambda t: t.long(), "x must be float32"),
-        (1, lambda t: t[:, :-1], "weight must have shape"),
-        (1, lambda t: t[..., :-1], "odd"),
-        (1, lambda t: t.float(), "weight must have the dtype"),
-        (2, lambda t: t[:-1], "bias must have shape"),
-    ],
-)
-def test_errors_name_the_argument(position, bad, words, way):
-    args = list(arguments((3, 2, 4, 6, 4, 3, 3), CPU))
-    args[position] = bad(args[position])
-    with pytest.raises(RuntimeError, match=words):
-        ops.circular_conv2d_pool(*args)
 
 
 def test_errors_of_the_norm():
@@ -352,19 +233,11 @@ def test_vmap_of_gradients_of_one_choice_is_one_call():
     shape = (3, 2, 4, 8, 6, 3, 3)
     index, weight = choices(shape, CPU), arguments(shape, CPU)[1]
     columns = torch.stack([pooled_gradient(shape, CPU) for _ in range(2)], 1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        found = torch.func.vmap(lambda g: circular_conv2d_pool_transposed(g, index, weight), in_dims=1)(columns)
-    calls = [e for e in profile.events() if e.name == "ella_cuda::circular_conv2d_scattered"]
-    assert len(calls) == 2  # the batched one and, inside it, the physical one
+    mapped = torch.func.vmap(lambda g: circular_conv2d_pool_transposed(g, index, weight), in_dims=1)
+    found, calls = checks.runs_during(lambda: mapped(columns), "ella_cuda::circular_conv2d_scattered")
+    assert list(calls.values()) == [2]
     exact = [rolled(polyphase_scatter(column, index), back(weight)) for column in columns.unbind(1)]
     checks.assert_same(found, torch.stack(exact))
-
-
-def test_a_kernel_that_misses_components_is_refused():
-    shape = (3, 2, 4, 8, 6, 3, 3)
-    for weight in (torch.zeros(4, 2, 1, 3), torch.zeros(4, 2, 3, 1)):
-        with pytest.raises(RuntimeError, match="weight must have height and width of at least 3"):
-            torch.ops.ella_cuda.circular_conv2d_scattered(torch.zeros(3, 2, 4, 3), choices(shape, CPU), weight)
 
 
 # ---- the gradient of the weight behind a scatter ----
@@ -400,35 +273,12 @@ def test_derivatives_of_the_weight_gradient():
     checks.check_derivatives(call, tuple(a.requires_grad_() for a in args))
 
 
-def test_opcheck():
-    shape = (3, 2, 3, 4, 2, 3, 3)
-    x, weight, bias = (a.requires_grad_() for a in arguments(shape, CPU))
-    grad, index = pooled_gradient(shape, CPU).requires_grad_(), choices(shape, CPU)
-    for call in ((x, weight, bias, 2.0), (x.detach(), weight, None, 1.0)):
-        torch.library.opcheck(torch.ops.ella_cuda.circular_conv2d_pool.default, call)
-    for call in ((grad, index, x, 3, 3), (grad.detach(), index, x, 1, 3)):
-        torch.library.opcheck(torch.ops.ella_cuda.circular_conv2d_scattered_weight_grad.default, call)
-
-
-@pytest.mark.parametrize(
-    ("position", "bad", "words"),
-    [
-        (0, lambda t: t[1:], "grad must have shape"),
-        (0, lambda t: t[:, :, 1:], "grad must have shape"),
-        (0, lambda t: t.float(), "grad must have the dtype"),
-        (1, lambda t: t[1:], "index must have shape"),
-        (1, lambda t: t + 2, "index must be in 0..3"),
-        (1, lambda t: t - 1, "index must be in 0..3"),
-        (1, lambda t: t.float(), "index must be"),
-        (2, lambda t: t[:, :, 1:], "x must have even height and width"),
-        (2, lambda t: t[..., 1:], "x must have even height and width"),
-        (3, lambda _: 2, "kernel must have odd"),
-        (4, lambda _: 2, "kernel must have odd"),
-    ],
-)
-def test_errors_of_the_weight_gradient(position, bad, words):
-    shape = (3, 2, 4, 6, 4, 3, 3)
-    args = [pooled_gradient(shape, CPU), choices(shape, CPU), arguments(shape, CPU)[0], 3, 3]
-    args[position] = bad(args[position])
-    with pytest.raises(RuntimeError, match=words):
-        torch.ops.ella_cuda.circular_conv2d_scattered_weight_grad(*args)
+@pytest.mark.parametrize("moved", [-1, 2])
+@pytest.mark.parametrize("name", ["circular_conv2d_scattered", "circular_conv2d_scattered_weight_grad"])
+def test_a_choice_of_no_component_is_refused(name, moved):
+    shape = (3, 2, 4, 8, 6, 3, 3)
+    x, weight, _ = arguments(shape, CPU)
+    grad, index = pooled_gradient(shape, CPU), choices(shape, CPU) + moved
+    last = (back(weight),) if name == "circular_conv2d_scattered" else (x, 3, 3)
+    with pytest.raises(RuntimeError, match=r"index must be in 0\.\.3"):
+        getattr(torch.ops.ella_cuda, name)(grad, index, *last)

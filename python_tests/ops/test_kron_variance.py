@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,9 +13,8 @@ from ella_cuda import ops
 from python_tests.ops import checks
 
 SPECTRUM = [("G a", torch.float64), ("G b", torch.float64), ("", torch.float64)]
-OPERANDS = {
-    "kron_variance_": checks.Operands([("N K K",), ("K N T G b",), ("N T G a",), *SPECTRUM]),
-}
+OPERANDS = {"kron_variance_": checks.Operands([("N K K",), ("K N T G b",), ("N T G a",), *SPECTRUM])}
+VECTORISED = ["test_equals_the_dense_product"]
 
 # N, K, T, G, a, b
 SHAPES = [
@@ -109,11 +106,10 @@ def test_every_layout(shape, device):
         ours = ops.kron_variance_(before.clone(), *args)
         checks.assert_same(ours.cpu(), before.cpu() + exact(*args))
 
-    for (_, i), (_, o) in zip(checks.layouts(inputs), checks.layouts(outputs), strict=True):
-        check(i, outputs, l, m, p)
-        check(inputs, o, l, m, p)
-    for (_, i), (_, o) in zip(checks.layouts(l), checks.layouts(m), strict=True):
-        check(inputs, outputs, i, o, p)
+    args = inputs, outputs, l, m
+    for position, argument in enumerate(args):
+        for _, laid_out in checks.layouts(argument):
+            check(*args[:position], laid_out, *args[position + 1 :], p)
     for _, jacobian in checks.layouts(torch.einsum("ntgi,kntgj->kngij", inputs, outputs)):
         check(None, jacobian, l, m, p)
 
@@ -158,15 +154,8 @@ def test_nothing_is_added_where_there_is_nothing(shape, diagonal, device):
 
 @pytest.mark.parametrize("shape", [SHAPES[4], SHAPES[6], SHAPES[10], SHAPES[11]])
 def test_results_do_not_depend_on_threads(shape):
-    args, before = tensors(shape, torch.device("cpu"), torch.float32), torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append(ops.kron_variance_(torch.zeros(*shape[:2], shape[1]), *args))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*found)
+    args = tensors(shape, torch.device("cpu"), torch.float32)
+    checks.same_for_any_number_of_threads(lambda: ops.kron_variance_(torch.zeros(*shape[:2], shape[1]), *args), (1, 3))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
@@ -181,24 +170,6 @@ def test_nothing_past_the_end_is_read_or_written(shape):
         assert torch.equal(found, ops.kron_variance_(zeros, *args, *rest))
 
 
-@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
-def test_every_set_of_instructions(capability, beside_the_tests):
-    """The vectors of each set this processor has, of other lengths than those of the running one."""
-    code = """
-import torch
-from ella_cuda import ops
-from python_tests.ops.test_kron_variance import SHAPES, exact, tensors
-for shape in SHAPES:
-    for dtype in (torch.float32, torch.float64):
-        args = tensors(shape, torch.device("cpu"), dtype)
-        wanted = exact(*args)
-        found = ops.kron_variance_(torch.zeros(wanted.shape, dtype=dtype), *args)
-        assert (found - wanted).abs().max() < 100 * torch.finfo(dtype).eps * wanted.abs().max(), (shape, dtype)
-"""
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=beside_the_tests, timeout=300)
-
-
 @pytest.mark.parametrize("shape", [SHAPES[6], SHAPES[11]])
 def test_the_same_from_run_to_run(shape, device):
     args = tensors(shape, device, torch.float32)
@@ -208,11 +179,7 @@ def test_the_same_from_run_to_run(shape, device):
 
 @pytest.mark.parametrize(
     ("shape", "diagonal"),
-    [
-        ((50, 2, 1, 1, 3000, 1000), False),
-        ((20, 10, 16, 1, 1500, 300), False),
-        ((4, 500, 2, 1, 300, 200), True),
-    ],
+    [((50, 2, 1, 1, 3000, 1000), False), ((20, 10, 16, 1, 1500, 300), False), ((4, 500, 2, 1, 300, 200), True)],
 )
 def test_memory_is_bounded(shape, diagonal):
     """By a few MiB: less than a hundredth of M and, at one position, of the denominators."""
@@ -238,69 +205,41 @@ def test_a_scale_that_is_not_positive_is_refused(scale):
         ops.kron_variance_(torch.zeros(4, 3, 3), *tensors((4, 3, 1, 2, 5, 7), torch.device("cpu")), scale)
 
 
-CHANGES = {
-    "variance must have shape": lambda v, i, o, l, m, p: (v[0, 0], i, o, l, m, p),
-    "outputs must have shape": lambda v, i, o, l, m, p: (v, i, o[1:], l, m, p),
-    "outputs must have shape .K, N, G, a, b": lambda v, i, o, l, m, p: (v, None, o[:, 1:], l, m, p),
-    "inputs must have shape": lambda v, i, o, l, m, p: (v, i[1:], o, l, m, p),
-    "eigenvalues_in must have shape": lambda v, i, o, l, m, p: (v, i, o, l[:, 1:], m, p),
-    "eigenvalues_out must have shape": lambda v, i, o, l, m, p: (v, i, o, l, torch.cat([m, m]), p),
-    "precision must have shape": lambda v, i, o, l, m, p: (v, i, o, l, m, p[None]),
-    "variance must be float32 or float64": lambda v, i, o, l, m, p: (v.half(), i, o, l, m, p),
-    r"outputs must have the dtype of variance \(float32\), got float64": lambda v, i, o, l, m, p: (
-        v.float(),
-        i,
-        o,
-        l,
-        m,
-        p,
-    ),
-    r"outputs must have the dtype of variance \(float64\) or be float32, got float16": lambda v, i, o, l, m, p: (
-        v,
-        i.half(),
-        o.half(),
-        l,
-        m,
-        p,
-    ),
-    "inputs must have the dtype of outputs": lambda v, i, o, l, m, p: (v, i.float(), o, l, m, p),
-    "eigenvalues_in must be float64": lambda v, i, o, l, m, p: (v, i, o, l.float(), m, p),
-    "eigenvalues_out must be float64": lambda v, i, o, l, m, p: (v, i, o, l, m.float(), p),
-    "precision must be float64": lambda v, i, o, l, m, p: (v, i, o, l, m, p.float()),
-    "inputs must be on the device of": lambda v, i, o, l, m, p: (v, i.to("meta"), o, l, m, p),
-    "outputs must not share memory with variance": lambda v, i, o, l, m, p: (
-        v,
-        i,
-        v.flatten()[:1].expand(o.shape),
-        l,
-        m,
-        p,
-    ),
-    "inputs must not share memory with variance": lambda v, i, o, l, m, p: (
-        v,
-        v.flatten()[:1].expand(i.shape),
-        o,
-        l,
-        m,
-        p,
-    ),
-    "variance must be contiguous": lambda v, i, o, l, m, p: (v.mT, i, o, l, m, p),
+CHANGES = {  # which tensors, made what; what a wrong shape, dtype or device alone is called, all ops' refusals test
+    "outputs must have shape .K, N, G, a, b": {"inputs": lambda t: None, "outputs": lambda t: t[:, 1:]},
+    r"outputs must have the dtype of variance \(float32\), got float64": {"variance": Tensor.float},
+    r"outputs must have the dtype of variance \(float64\) or be float32, got float16": {
+        "inputs": Tensor.half,
+        "outputs": Tensor.half,
+    },
+    "inputs must have the dtype of outputs": {"inputs": Tensor.float},
+    "variance must be contiguous": {"variance": lambda t: t.mT},
 }
+NAMES = ("variance", "inputs", "outputs", "eigenvalues_in", "eigenvalues_out", "precision")
 
 
 @pytest.mark.parametrize("words", CHANGES)
 def test_what_does_not_fit_is_refused(words):
-    args = tensors((4, 3, 1, 2, 5, 7), torch.device("cpu"))
+    given = (torch.zeros(4, 3, 3, dtype=torch.float64), *tensors((4, 3, 1, 2, 5, 7), torch.device("cpu")))
+    args = [CHANGES[words].get(name, lambda t: t)(t) for name, t in zip(NAMES, given, strict=True)]
     with pytest.raises(RuntimeError, match=words):
-        ops.kron_variance_(*CHANGES[words](torch.zeros(4, 3, 3, dtype=torch.float64), *args))
+        ops.kron_variance_(*args)
+
+
+@pytest.mark.parametrize("name", ["inputs", "outputs"])
+def test_what_shares_memory_with_the_variance_is_refused(name):
+    variance, *rest = (torch.zeros(4, 3, 3).double(), *tensors((4, 3, 1, 2, 5, 7), torch.device("cpu")))
+    place = NAMES.index(name) - 1
+    rest[place] = variance.flatten()[:1].expand(rest[place].shape)
+    with pytest.raises(RuntimeError, match=f"{name} must not share memory with variance"):
+        ops.kron_variance_(variance, *rest)
 
 
 @pytest.mark.parametrize("place", range(6))
 def test_a_graph_is_refused(place):
     args = [torch.zeros(4, 3, 3).double(), *tensors((4, 3, 1, 2, 5, 7), torch.device("cpu"))]
     args[place].requires_grad_()
-    names = ("variance", "inputs", "outputs", "eigenvalues_in", "eigenvalues_out", "precision")
-    with pytest.raises(ValueError, match=f"{names[place]} requires grad, but kron_variance_ writes in place"):
+    with pytest.raises(ValueError, match=f"{NAMES[place]} requires grad, but kron_variance_ writes in place"):
         ops.kron_variance_(*args)
     if place:  # read only
         with torch.no_grad():

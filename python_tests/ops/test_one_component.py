@@ -13,23 +13,15 @@ from ella_cuda.ops.polyphase_pool import polyphase_scatter
 from python_tests.ops import checks
 from python_tests.ops.test_circular_conv2d import arguments, gradient, rolled
 
+VECTORISED = ["test_images_of_one_polyphase_component", "test_gradients_of_one_polyphase_component"]
+
 # Even sides, with halves wider and narrower than a vector, and than the kernel; products enough for the short cut.
 COMPONENT_SHAPES = [
-    (5, 10, 12, 32, 64, 3, 3),
-    (19, 11, 10, 16, 8, 3, 3),
-    (6, 7, 6, 4, 34, 3, 5),
-    (21, 3, 4, 8, 4, 7, 5),
-    (5, 10, 10, 2, 2, 3, 3),
-    (4, 3, 3, 2, 6, 5, 9),
-    (5, 10, 12, 4, 16, 3, 3),
-    (3, 10, 12, 4, 32, 3, 3),
-    (21, 12, 13, 4, 4, 3, 3),
-    (9, 10, 12, 2, 8, 5, 7),
-    (8, 80, 80, 4, 4, 3, 3),
-    (8, 80, 160, 2, 2, 3, 3),
-    (3, 32, 41, 48, 48, 3, 3),
-    (2, 64, 66, 16, 18, 3, 3),
-]
+    (5, 10, 12, 32, 64, 3, 3), (19, 11, 10, 16, 8, 3, 3), (6, 7, 6, 4, 34, 3, 5), (21, 3, 4, 8, 4, 7, 5),
+    (5, 10, 10, 2, 2, 3, 3), (4, 3, 3, 2, 6, 5, 9), (5, 10, 12, 4, 16, 3, 3), (3, 10, 12, 4, 32, 3, 3),
+    (21, 12, 13, 4, 4, 3, 3), (9, 10, 12, 2, 8, 5, 7), (8, 80, 80, 4, 4, 3, 3), (8, 80, 160, 2, 2, 3, 3),
+    (3, 32, 41, 48, 48, 3, 3), (2, 64, 66, 16, 18, 3, 3),
+]  # fmt: skip
 # Weights so many that their gradient is a product of matrices, with patches of some of the images at a time.
 MANY_WEIGHTS = (115, 45, 187, 10, 12, 3, 3)
 
@@ -69,28 +61,29 @@ def test_gradient_of_many_weights(dtype):
 @pytest.mark.parametrize("shape", COMPONENT_SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_one_polyphase_component(shape, dtype, device):
-    args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
-    wide = [a.detach().double().requires_grad_() for a in args]
-    grad = one_component(gradient(shape, device, dtype))
-    ours = torch.autograd.grad(ops.circular_conv2d(*args), args, grad)
-    reference = torch.autograd.grad(ops.circular_conv2d_torch(*args), args, grad)
-    exact = torch.autograd.grad(rolled(*wide), wide, grad.double())
-    for o, t, e in zip(ours, reference, exact, strict=True):
-        checks.error_at_most_twice(o, t, e)
+    args, grad = arguments(shape, device, dtype), one_component(gradient(shape, device, dtype))
+    checks.check_gradients(ops.circular_conv2d, ops.circular_conv2d_torch, rolled, args, grad)
 
 
-@pytest.mark.parametrize("shape", [(5, 10, 11, 8, 6, 3, 3), (5, 10, 11, 4, 4, 3, 3), (10, 10, 16, 4, 4, 3, 3)])
-def test_every_layout_of_images_of_one_component(shape, device):
-    x, weight, _ = arguments(shape, device)
-    grad = one_component(gradient(shape, device))
-    for _, images in checks.layouts(one_component(x)[1:]):
-        checks.assert_same(ops.circular_conv2d(images, weight), rolled(images, weight))
+@pytest.mark.parametrize(
+    "shape", [(5, 10, 11, 8, 6, 3, 3), (5, 10, 11, 4, 4, 3, 3), (10, 10, 16, 4, 4, 3, 3), (5, 10, 11, 4, 4, 3, 5)]
+)
+def test_every_layout_with_images_of_one_component(shape, device):
+    x, weight, bias = arguments(shape, device)
+    args = one_component(x)[1:], weight, bias
+    for position, argument in enumerate(args):
+        for _, laid_out in checks.layouts(argument):
+            call = [*args[:position], laid_out, *args[position + 1 :]]
+            checks.assert_same(ops.circular_conv2d(*call), rolled(*call))
     if device.type != "cpu":
         return  # the gradient of the weight is torch's
-    for _, laid_out in checks.layouts(grad[1:]):
-        wide = weight.clone().requires_grad_()
-        exact = torch.autograd.grad(rolled(x[1:], wide), wide, laid_out)[0]
-        checks.assert_same(weight_grad(laid_out, x[1:], 3, 3), exact)
+    pair = one_component(gradient(shape, device))[1:], x[1:]
+    for position, argument in enumerate(pair):
+        for _, laid_out in checks.layouts(argument):
+            grad, seen = (laid_out, pair[1]) if position == 0 else (pair[0], laid_out)
+            wide = weight.clone().requires_grad_()
+            exact = torch.autograd.grad(rolled(seen, wide), wide, grad)[0]
+            checks.assert_same(weight_grad(grad, seen, *shape[5:]), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -151,38 +144,17 @@ def test_sizes_without_the_short_cut(shape):
         checks.assert_same(weight_grad(images, x, *shape[5:]), exact)
 
 
-@pytest.mark.parametrize("shape", [(5, 10, 11, 8, 6, 3, 5), (5, 10, 11, 4, 4, 3, 5)])
-def test_every_layout_of_what_meets_one_component(shape, device):
-    x, weight, bias = arguments(shape, device)
-    images, grad = one_component(x), one_component(gradient(shape, device))
-    for _, laid_out in checks.layouts(weight):
-        checks.assert_same(ops.circular_conv2d(images, laid_out), rolled(images, laid_out))
-    for _, laid_out in checks.layouts(bias):
-        checks.assert_same(ops.circular_conv2d(images, weight, laid_out), rolled(images, weight, laid_out))
-    if device.type != "cpu":
-        return  # the gradient of the weight is torch's
-    for _, laid_out in checks.layouts(x):
-        wide = weight.clone().requires_grad_()
-        exact = torch.autograd.grad(rolled(laid_out, wide), wide, grad)[0]
-        checks.assert_same(weight_grad(grad, laid_out, 3, 5), exact)
-
-
 @pytest.mark.parametrize("shape", [*COMPONENT_SHAPES, (128, 20, 21, 8, 8, 3, 3), MANY_WEIGHTS])
 def test_same_numbers_for_any_number_of_threads(shape):
     x, weight, bias = arguments(shape, torch.device("cpu"), torch.float32)
     grad = one_component(gradient(shape, torch.device("cpu"), torch.float32))
     gathered = components(shape, x.device, x.dtype)
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 7, 16):
-            torch.set_num_threads(threads)
-            results.append((ops.circular_conv2d(one_component(x), weight, bias), weight_grad(grad, x, *shape[5:])))
-            results[-1] += (circular_conv2d_pool_transposed(*gathered),)
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def results():
+        y, filters = ops.circular_conv2d(one_component(x), weight, bias), weight_grad(grad, x, *shape[5:])
+        return y, filters, circular_conv2d_pool_transposed(*gathered)
+
+    checks.same_for_any_number_of_threads(results, (1, 2, 3, 7, 16))
 
 
 # ---- with the component already gathered ----
@@ -259,28 +231,3 @@ def test_derivatives_of_the_way_back(device, way):
     checks.check_func_transforms(call, reference, args)
     checks.check_vmap(call, args, batch=2)
     checks.check_compile(call, args)
-
-
-def test_opcheck_of_scattered():
-    x, index, weight = components((3, 2, 3, 4, 2, 3, 3), torch.device("cpu"))
-    args = (x.requires_grad_(), index, back(weight).requires_grad_())
-    torch.library.opcheck(torch.ops.ella_cuda.circular_conv2d_scattered.default, args)
-
-
-@pytest.mark.parametrize(
-    ("position", "bad", "words"),
-    [
-        (0, lambda t: t[0], "x must have shape"),
-        (1, lambda t: t[1:], "index must have shape"),
-        (1, lambda t: t + 2, "index must be in 0..3"),
-        (1, lambda t: t.float(), "index must be"),
-        (2, lambda t: t[:, 1:], "weight must have shape"),
-        (2, lambda t: t.float(), "weight must have the dtype"),
-    ],
-)
-def test_errors_of_scattered(position, bad, words):
-    x, index, weight = components((3, 2, 3, 4, 6, 3, 3), torch.device("cpu"))
-    args = [x, index, back(weight)]
-    args[position] = bad(args[position])
-    with pytest.raises(RuntimeError, match=words):
-        torch.ops.ella_cuda.circular_conv2d_scattered(*args)

@@ -29,7 +29,7 @@ REFUSALS = [
 OFFSETS = [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
-def explicit(x: Tensor, norm: float) -> Tensor:
+def explicit(x: Tensor, norm: float = 2) -> Tensor:
     chosen = []
     for image in x:
         components = [image[:, r::2, s::2] for r, s in OFFSETS]
@@ -37,6 +37,19 @@ def explicit(x: Tensor, norm: float) -> Tensor:
         sizes = [float({1: f.sum(), 2: f.square().sum(), math.inf: f.max()}[norm]) for f in flat]
         chosen.append(components[sizes.index(max(sizes))])
     return torch.stack(chosen)
+
+
+DIFFERENTIABLE = {
+    "polyphase_pool": checks.Case(
+        ops.polyphase_pool,
+        ops.polyphase_pool_torch,
+        explicit,
+        lambda shape, device, dtype: (torch.randn(shape, dtype=dtype, device=device),),
+        small=[(2, 2, 4, 2)],
+        laid_out=[(3, 2, 4, 6)],
+        empty=[(0, 2, 4, 4)],
+    )
+}
 
 
 @pytest.mark.parametrize("norm", [1, 2, math.inf])
@@ -111,40 +124,13 @@ def test_moves_with_the_image(shift, device):
         assert any(torch.equal(b, candidate) for candidate in rolled)
 
 
-def test_every_layout(device):
-    x = torch.randn(3, 2, 4, 6, dtype=torch.float64, device=device)
-    for _, laid_out in checks.layouts(x):
-        assert torch.equal(ops.polyphase_pool(laid_out), explicit(laid_out, 2))
-        leaf = laid_out.detach().clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(ops.polyphase_pool(leaf).sum(), leaf)
-        (expected,) = torch.autograd.grad(explicit(leaf, 2).sum(), leaf)
-        assert torch.equal(gradient, expected)
-
-
-def test_empty(device):
-    x = torch.zeros(0, 2, 4, 4, device=device, requires_grad=True)
-    assert ops.polyphase_pool(x).shape == (0, 2, 2, 2)
-    assert torch.autograd.grad(ops.polyphase_pool(x).sum(), x)[0].shape == x.shape
-
-
-def test_derivatives_and_transforms(device):
-    x = torch.randn(2, 2, 4, 2, dtype=torch.float64, device=device)
-    leaf = x.clone().requires_grad_()
-    checks.check_derivatives(lambda t: ops.polyphase_pool(t).sin(), (leaf,))
-    checks.check_func_transforms(ops.polyphase_pool, ops.polyphase_pool_torch, (x,))
-    checks.check_vmap(ops.polyphase_pool, (x,))
+def test_vmap_of_choices(device):
     index = torch.tensor([3, 1], device=device)
-    small = torch.randn(2, 2, 2, 1, dtype=torch.float64, device=device)
-    batch = torch.randn(3, 2, 2, 2, 1, dtype=torch.float64, device=device)
-    for name, t, inputs in (
-        ("polyphase_scatter", small, batch),
-        ("polyphase_select", x, torch.randn(3, *x.shape, dtype=x.dtype, device=device)),
-    ):
-        op = getattr(torch.ops.ella_cuda, name)
-        torch.library.opcheck(op.default, (t.clone().requires_grad_(), index))
-        checks.assert_same(torch.func.vmap(op, (0, None))(inputs, index), torch.stack([op(i, index) for i in inputs]))
-    torch.library.opcheck(torch.ops.ella_cuda.polyphase_pool.default, (leaf, 2.0))
-    checks.check_compile(ops.polyphase_pool, (x,))
+    for name, size in (("select", (4, 2)), ("scatter", (2, 1))):
+        op = getattr(torch.ops.ella_cuda, f"polyphase_{name}")
+        images = torch.randn(3, 2, 2, *size, dtype=torch.float64, device=device)
+        found = torch.func.vmap(op, (0, None))(images, index)
+        checks.assert_same(found, torch.stack([op(i, index) for i in images]))
 
 
 def test_scatter_is_the_transpose_of_select(device):
@@ -155,10 +141,6 @@ def test_scatter_is_the_transpose_of_select(device):
     checks.assert_same((select(x, index) * y).sum(), (x * scatter(y, index)).sum())
 
 
-def test_errors(device):
-    with pytest.raises(RuntimeError, match="even"):
-        ops.polyphase_pool(torch.zeros(1, 1, 3, 4, device=device))
-    with pytest.raises(RuntimeError, match="x"):
-        ops.polyphase_pool(torch.zeros(1, 4, 4, device=device))
+def test_errors_of_the_norm(device):
     with pytest.raises(ValueError, match="norm"):
         ops.polyphase_pool(torch.zeros(1, 1, 4, 4, device=device), 3)

@@ -16,7 +16,7 @@ from ella_cuda.experiments import configure, recipe
 from ella_cuda.models import neyshabur
 from ella_cuda.papers import equivariances
 from ella_cuda.papers.equivariances import TABLES, Plan, entries, plan_table, scaled
-from python_tests.reports.pictures.pages import check_page, check_same_sizes
+from python_tests.reports.pictures.pages import check_page, check_same_sizes, shown
 from python_tests.reports.rows import row as made_row
 
 IMAGES = {"digits": 1437, "mnist": 60_000, "fashion-mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000}
@@ -122,14 +122,7 @@ def test_networks_of_the_group_convolutions_have_the_printed_sizes():
         with torch.device("meta"):
             model = neyshabur(config.layer, 3, 10, config.width, group_conv=config.group_conv)
         counts[entry.row.key] = sum(p.numel() for p in model.parameters()) - entry.printed.parameters
-    assert counts == {
-        "full": 0,
-        "separable": 0,
-        "depthwise_separable": -10,
-        "full-6": 0,
-        "pointwise": 0,
-        "conv": 0,
-    }
+    assert counts == {"full": 0, "separable": 0, "depthwise_separable": -10, "full-6": 0, "pointwise": 0, "conv": 0}
     assert {c.task for c in configs} == {"rotated"}
 
 
@@ -188,10 +181,7 @@ def test_rows_that_ask_for_one_run_share_it():
 def test_seeds_come_one_after_the_other():
     configs, plan_ = plan("toy", rows=["digit-conv"], seeds=(3, 1))
     assert [(c.seed, c.objective) for c in configs] == [(3, "map"), (3, "evidence"), (1, "map"), (1, "evidence")]
-    assert {c.runs for c in plan_.cells} == {
-        (configs[0].name, configs[2].name),
-        (configs[1].name, configs[3].name),
-    }
+    assert {c.runs for c in plan_.cells} == {(configs[0].name, configs[2].name), (configs[1].name, configs[3].name)}
 
 
 @pytest.mark.parametrize(
@@ -219,17 +209,13 @@ def test_whose_rows_a_data_set_answers(table, data, answered):
 @pytest.mark.parametrize(
     ("data", "scale", "epochs", "expected"),
     [  # recipes: digits 60 epochs, burn-in 10, every 20; fashion-mnist 20, 2, 2
-        ("digits", 1.0, None, (None, 60, 10, 20)),
-        ("digits", 0.2, None, (287, 12, 2, 4)),
-        ("digits", 0.5, None, (719, 30, 5, 10)),
-        ("digits", 0.02, None, (29, 2, 0, 1)),
-        ("fashion-mnist", 0.05, None, (3000, 2, 0, 1)),
-        ("fashion-mnist", 0.05, 30, (3000, 30, 2, 4)),
-        ("fashion-mnist", 0.05, 5, (3000, 5, 1, 2)),
-        ("digits", 1.0, 9, (None, 9, 2, 3)),
+        ("digits", 1.0, None, (None, 60, 10, 20)), ("digits", 0.2, None, (287, 12, 2, 4)),
+        ("digits", 0.5, None, (719, 30, 5, 10)), ("digits", 0.02, None, (29, 2, 0, 1)),
+        ("fashion-mnist", 0.05, None, (3000, 2, 0, 1)), ("fashion-mnist", 0.05, 30, (3000, 30, 2, 4)),
+        ("fashion-mnist", 0.05, 5, (3000, 5, 1, 2)), ("digits", 1.0, 9, (None, 9, 2, 3)),
         ("digits", 1.0, 1, (None, 1, 0, 1)),
     ],
-)
+)  # fmt: skip
 def test_what_follows_the_scale(data, scale, epochs, expected):
     found = scaled(data, IMAGES[data], scale, epochs)
     assert (found["train_size"], found["epochs"], found["burn_in"], found["frequency"]) == expected
@@ -466,7 +452,7 @@ def test_a_picture_has_our_numbers_beside_the_papers():
     figure = equivariances.draw_comparison(plan_, entries(plan_, configs, done))
     check_page(figure)
     check_same_sizes(figure)
-    axes = [axis for axis in figure.axes if axis.get_visible()]
+    axes = shown(figure)
     assert [axis.get_title() for axis in axes] == ["MAP", "MAP", "evidence", "evidence", "evidence"]
     names = [axis.get_xlabel().split(",")[0] for axis in axes]
     assert names == ["accuracy", "NLL", "accuracy", "NLL", "-log q/N"]  # MAP's -log q/N is nowhere printed
@@ -489,7 +475,7 @@ def test_a_failure_does_not_hide_what_the_others_differ_in():
     configs, plan_ = plan("toy")
     found = entries(plan_, configs, answer(configs, **{c.name: {"accuracy": 93.0} for c in configs}))
     figure = equivariances.draw_comparison(plan_, found)  # the paper has 24.68 and 24.5 % for CONV on quadrants
-    axes = [axis for axis in figure.axes if axis.get_visible()]
+    axes = shown(figure)
     assert [axis.get_xlabel() for axis in axes] == ["accuracy, %, broken axis"] * 2
     assert axes[0].get_xlim() == axes[1].get_xlim()
     for axis in axes:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ella_cuda import cli
 from ella_cuda.augment import AffineAugment
 from ella_cuda.invariance import ElboTrainer
 from ella_cuda.papers.filter_banks import EXPERIMENT, amounts, layers, networks, recovery
@@ -20,7 +18,7 @@ from ella_cuda.papers.invariances import images
 from ella_cuda.papers.invariances.sizes import TWO_CORES
 from ella_cuda.papers.studies import study
 from ella_cuda.training.checkpoint import read_checkpoint
-from python_tests.papers.studies import files, run, table
+from python_tests.papers.studies import check_goes_on, run, table
 
 SMALL = ["--data", "digits", "--scale", "0.002", "--jobs", "1", "--device", "cpu"]
 GENERATORS = ("tx", "ty", "rotation", "sx", "sy", "shear")
@@ -112,37 +110,16 @@ def check_layers(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("few", "undrawn")
-def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, monkeypatch, capsys):
-    options = ["filter-banks", *SMALL, "--seed", "0"]
-    run(*options, "--out", str(tmp_path / "whole"))
-    capsys.readouterr()
-    killed = str(tmp_path / "killed")
-    measure, epoch = study.Work.kept, ElboTrainer.epoch
+def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, capsys):
+    def at(name: str):
+        return ElboTrainer, "epoch", lambda self: self.epochs == 17 and name in self._bar["desc"]
 
-    def stop_in_the_recovery(self, name, measured):
-        if name == "60-bound":
-            raise KeyboardInterrupt
-        return measure(self, name, measured)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(study.Work, "kept", stop_in_the_recovery)
-        assert cli.main(["reproduce", *options, "--out", killed]) == 130
-    assert f"go on with: ella-cuda reproduce --resume {killed}" in capsys.readouterr().err
-
-    def stop(at: str):
-        def stopping(self):
-            if self.epochs == 17 and at in self._bar["desc"]:
-                raise KeyboardInterrupt
-            return epoch(self)
-
-        return stopping
-
-    for at in ("rotated-bound", "rotated-conv"):
-        with monkeypatch.context() as patched:
-            patched.setattr(ElboTrainer, "epoch", stop(at))
-            assert cli.main(["reproduce", "--resume", killed]) == 130
-    run("filter-banks", "--resume", killed)
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+    stops = [
+        (study.Work, "kept", lambda _, name, measured: name == "60-bound"),
+        at("rotated-bound"),
+        at("rotated-conv"),
+    ]
+    check_goes_on(["filter-banks", *SMALL, "--seed", "0"], tmp_path, stops, capsys)
 
 
 def test_the_bound_of_images_is_that_of_all_of_them(tmp_path):
@@ -199,44 +176,3 @@ def test_plans_follow_the_scale():
     assert len({s.name for s in small}) == len(small) == len(full) == 1 + 8 + 9
     digits = EXPERIMENT.plan(["amounts"], (0,), None, ["digits"])
     assert digits[0].settings["train_size"] == 1437
-
-
-def test_means_and_errors_are_over_seeds():
-    row = {
-        "data": "digits",
-        "task": "plain",
-        "layer": "conv",
-        "image_size": 16,
-        "train_size": 60,
-        "epochs": 3,
-        "filters": 4,
-    }
-    rows = [
-        row | {"copies": 3, "seed": seed, "bound": -1.0, "accuracy": a, "nll": 0.5}
-        for seed, a in enumerate((50.0, 60.0, 64.0))
-    ]
-    text = layers.text(rows)
-    error = statistics.stdev((50.0, 60.0, 64.0)) / 3**0.5
-    assert f"58.0 ± {error:.1f}" in text and "mean ± standard error over seeds 0, 1, 2" in text
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--part", "rings"], "--part must be some of recovery, amounts, layers for filter-banks, got rings"),
-        (["--part", "recovery", "--data", "digits"], "--data is of the parts amounts and layers"),
-        (["--lr", "0.1"], "--lr: of the paper's tables"),
-    ],
-)
-def test_wrong_usage_is_2_and_writes_nothing(args, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "filter-banks", *args]) == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_missing_data_are_a_failure_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "filter-banks", "--part", "amounts", "--data", "mnist"]) == 1
-    assert "MNIST" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

@@ -11,14 +11,10 @@ from ella_cuda.papers.filter_banks.pictures import (
     draw_sampled_filters,
     draw_trajectories,
 )
-from python_tests.reports.pictures.pages import check_page
+from python_tests.reports.pictures.pages import check_page, shown
 
 TITLE = "A title of two lines, as people write it: which data, which task, which network, and of which seed; digits, task rotated, seed 0"
 LAYERS = {"fc": "FC", "learned": "learned"}
-
-
-def shown(figure) -> list:
-    return [axis for axis in figure.axes if axis.get_visible()]
 
 
 def test_filters_are_on_symmetric_scales_of_their_lines():

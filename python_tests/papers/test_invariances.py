@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import MultivariateNormal
 
-from ella_cuda import cli
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import FullLaplace, KronLaplace, evidence_gradient
@@ -22,7 +20,7 @@ from ella_cuda.papers.invariances.sizes import TWO_CORES
 from ella_cuda.papers.studies import study
 from ella_cuda.training.checkpoint import read_checkpoint
 from ella_cuda.training.trainer import MarglikTrainer
-from python_tests.papers.studies import files, run, table
+from python_tests.papers.studies import check_goes_on, run, table
 
 SMALL = ["--data", "digits", "--scale", "0.002", "--jobs", "1", "--device", "cpu"]
 
@@ -87,14 +85,7 @@ def check_ranges(folder: Path) -> None:
     shown = next(line for line in lines if line.startswith("rotated ±90°")).split()
     assert shown[2] == f"{float(rows[0]['share_rotation']):.2f}"
     figure = lines[next(i for i, line in enumerate(lines) if line.startswith("rotated ±90°")) + 1].split()
-    assert figure[:5] == ["read", "off", "a", "figure", "(MNIST)"] and figure[5:] == [
-        "0.52",
-        "0.00",
-        "0.00",
-        "-",
-        "0.04",
-        "0.02",
-    ]
+    assert figure == ["read", "off", "a", "figure", "(MNIST)", "0.52", "0.00", "0.00", "-", "0.04", "0.02"]
 
 
 def check_sampling(folder: Path) -> None:
@@ -113,40 +104,18 @@ def check_sampling(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("few", "undrawn")
-def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, monkeypatch, capsys):
+def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, capsys):
+    def at(name: str):
+        return MarglikTrainer, "epoch", lambda self: self.epochs == 2 and name in self._bar["desc"]
+
+    stops = [
+        (study.Work, "kept", lambda _, name, measured: name == "learned-kron"),
+        at("24-augerino"),
+        at("60-evidence"),
+    ]
     options = ["invariances", "--part", "rings", "subsets", *SMALL, "--seed", "0"]
-    run(*options, "--out", str(tmp_path / "whole"))
+    assert "8 done before" in check_goes_on(options, tmp_path, stops, capsys)
     check_subsets(tmp_path / "whole")
-    capsys.readouterr()
-    killed = str(tmp_path / "killed")
-    measure = study.Work.kept
-
-    def stop_in_the_rings(self, name, measured):
-        if name == "learned-kron":
-            raise KeyboardInterrupt
-        return measure(self, name, measured)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(study.Work, "kept", stop_in_the_rings)
-        assert cli.main(["reproduce", *options, "--out", killed]) == 130
-    assert f"go on with: ella-cuda reproduce --resume {killed}" in capsys.readouterr().err
-    epoch = MarglikTrainer.epoch
-
-    def stop(at: str):
-        def stopping(self):
-            if self.epochs == 2 and at in self._bar["desc"]:
-                raise KeyboardInterrupt
-            return epoch(self)
-
-        return stopping
-
-    for at in ("24-augerino", "60-evidence"):
-        with monkeypatch.context() as patched:
-            patched.setattr(MarglikTrainer, "epoch", stop(at))
-            assert cli.main(["reproduce", "--resume", killed]) == 130
-    run("invariances", "--resume", killed)
-    assert "8 done before" in capsys.readouterr().out
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
 def check_subsets(folder: Path) -> None:
@@ -292,63 +261,3 @@ def test_plans_follow_the_scale():
             assert s.settings["burn_in"] < s.settings["epochs"]
     digits = EXPERIMENT.plan(["ranges"], (0,), None, ["digits"])
     assert digits[0].settings["train_size"] == 1437
-
-
-def test_means_and_errors_are_over_seeds():
-    rows = [
-        {"data": "digits", "size": 60, "method": "map", "epochs": 3, "image_size": 16, "copies": 2, "batch": 20}
-        | {"seed": seed, "accuracy": a, "nll": 1.0, "neg_log_marginal_likelihood": 2.0, "rotation": None}
-        for seed, a in enumerate((50.0, 60.0, 64.0))
-    ]
-    text = subsets.text(rows)
-    error = statistics.stdev((50.0, 60.0, 64.0)) / 3**0.5
-    assert f"58.0 ± {error:.1f}" in text and "mean ± standard error over seeds 0, 1, 2" in text
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--scale", "0"], "scale must be above 0"),
-        (["--part", "toy"], "--part must be some of rings, ranges, subsets, sampling for invariances, got toy"),
-        (["--part", "rings", "--data", "digits"], "--data is of the parts ranges and subsets"),
-        (["--part", "ring"], "invalid choice"),
-        (["--copies", "3"], "unrecognized arguments: --copies"),
-        (["--lr", "0.1"], "--lr: of the paper's tables"),
-        (["--device", "tpu"], "device must be"),
-    ],
-)
-def test_wrong_usage_is_2_and_writes_nothing(args, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "invariances", *args]) == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_parts_of_one_experiment_are_not_anothers(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "linearised", "--part", "rings"]) == 2
-    assert "--part must be some of toy, sweep, stopping, networks, unet for linearised" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("few", "undrawn")
-def test_a_folder_is_resumed_with_its_own_options_alone(tmp_path, capsys):
-    folder = tmp_path / "out"
-    run("invariances", "--part", "sampling", "--scale", "0.01", "--seed", "0", "--device", "cpu", "--out", str(folder))
-    for clash, words in (
-        (["--scale", "0.5"], "--scale 0.5 does not fit"),
-        (["--part", "rings"], "--part rings does not fit"),
-    ):
-        assert cli.main(["reproduce", "--resume", str(folder), *clash]) == 2
-        assert words in capsys.readouterr().err
-    for command in (["reproduce", "linearised", "--resume"], ["train", "--resume"], ["inspect"]):
-        assert cli.main([*command, str(folder)]) == 2
-        capsys.readouterr()
-    run("--resume", str(folder))
-    assert "1 done before" in capsys.readouterr().out
-
-
-def test_missing_data_are_a_failure_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "invariances", "--part", "ranges", "--data", "mnist"]) == 1
-    assert "MNIST" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

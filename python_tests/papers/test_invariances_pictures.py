@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 
 from ella_cuda.papers.invariances.pictures import draw_rings, draw_sampling, draw_subsets
-from python_tests.reports.pictures.pages import check_page
+from python_tests.reports.pictures.pages import check_page, shown
 
 TITLE = "A title of two lines, as people write it: what is shown, of which data and of how many seeds; Fashion-MNIST, 3 seeds"
 WAYS = {"full": "full", "kron": "Kronecker, means over copies", "second": "Kronecker, second moments (wrong)"}
-
-
-def shown(figure) -> list:
-    return [axis for axis in figure.axes if axis.get_visible()]
 
 
 def test_rings_have_data_angles_and_evidence_beside_the_reference():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -22,7 +23,8 @@ from ella_cuda.papers.linearised import (
 )
 from ella_cuda.papers.studies import study
 from ella_cuda.training.trainer import MarglikTrainer
-from python_tests.papers.studies import files, run, table
+from python_tests.interrupting import interrupted
+from python_tests.papers.studies import check_goes_on, files, run, table
 
 SMALL = ["--scale", "0.06", "--seed", "0", "--jobs", "1", "--device", "cpu"]
 
@@ -66,96 +68,17 @@ def test_parts_are_tables_and_pictures(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("few", "undrawn")
-def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, monkeypatch, capsys):
-    options = ["linearised", "--part", "toy", "sweep", "stopping", *SMALL]
-    run(*options, "--out", str(tmp_path / "whole"))
-    killed = str(tmp_path / "killed")
-    measure, calls = study.Work.kept, 0
-
-    def stop_at_seventh(self, name, measured):
-        nonlocal calls
-        calls += 1
-        if calls == 6:  # among the toy's
-            raise KeyboardInterrupt
-        return measure(self, name, measured)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(study.Work, "kept", stop_at_seventh)
-        assert cli.main(["reproduce", *options, "--out", killed]) == 130
-    assert f"go on with: ella-cuda reproduce --resume {killed}" in capsys.readouterr().err
-    epoch, epochs = MarglikTrainer.epoch, 0
-
-    def stop_in_training(self):
-        nonlocal epochs
-        epochs += self._steps.marglik_frequency == 2  # of a network that is stopped early
-        if epochs == 6:
-            raise KeyboardInterrupt
-        return epoch(self)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(MarglikTrainer, "epoch", stop_in_training)
-        assert cli.main(["reproduce", "--resume", killed]) == 130
-    before = capsys.readouterr().out
-    assert "5 networks on cpu" in before and "0 done before" in before
-    assert sorted(json.loads((tmp_path / "killed" / "stopping-batch-seed0" / "measured.json").read_text()))[:2] == [
-        "2",
-        "4",
+def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, capsys):
+    kept, epochs = itertools.count(1), itertools.count(1)
+    early = lambda trainer: trainer._steps.marglik_frequency == 2  # noqa: E731
+    stops = [
+        (study.Work, "kept", lambda *_: next(kept) == 6),  # among the toy's
+        (MarglikTrainer, "epoch", lambda trainer: early(trainer) and next(epochs) == 6),  # of one that is stopped early
     ]
-    run("linearised", "--resume", killed)
-    assert "3 done before" in capsys.readouterr().out
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
-    run("--resume", killed)
+    options = ["linearised", "--part", "toy", "sweep", "stopping", *SMALL]
+    assert "3 done before" in check_goes_on(options, tmp_path, stops, capsys)
+    run("--resume", str(tmp_path / "killed"))
     assert "5 done before" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--scale", "0"], "scale must be above 0"),
-        (["--scale", "nan"], "scale must be above 0"),
-        (["--part", "toy", "sweep", "--data", "digits"], "--data is of the parts networks and unet"),
-        (["--part", "rings", "unets"], "invalid choice"),
-        (["--lr", "0.1"], "--lr: of the paper's tables"),
-        (["--row", "conv"], "--row: of the paper's tables"),
-        (["--tensorboard"], "--tensorboard: of the paper's tables"),
-        (["--all"], "--all: of the paper's tables"),
-        (["--device", "tpu"], "device must be"),
-        (["--jobs", "0"], "--jobs"),
-    ],
-)
-def test_wrong_usage_is_2_and_writes_nothing(args, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "linearised", *args]) == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_parts_are_of_this_experiment_alone(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "toy", "--part", "toy"]) == 2
-    assert "--part is of `ella-cuda reproduce linearised`" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("few", "undrawn")
-def test_a_folder_is_resumed_with_its_own_options_alone(tmp_path, capsys):
-    folder = tmp_path / "out"
-    run("linearised", "--part", "toy", *SMALL, "--out", str(folder))
-    for clash, words in (
-        (["--scale", "0.5"], "--scale 0.5 does not fit"),
-        (["--part", "sweep"], "--part sweep does not fit"),
-        (["--seed", "4"], "--seed 4 does not fit"),
-    ):
-        assert cli.main(["reproduce", "--resume", str(folder), *clash]) == 2
-        assert words in capsys.readouterr().err
-    assert cli.main(["reproduce", "linearised", "--out", str(folder)]) == 2
-    assert "holds runs already" in capsys.readouterr().err
-    capsys.readouterr()
-    for command in (["train", "--resume"], ["reproduce", "toy", "--resume"], ["inspect"]):
-        assert cli.main([*command, str(folder)]) == 2
-        assert f"Go on with: ella-cuda reproduce --resume {folder}" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="belongs to other studies"):
-        EXPERIMENT.run(EXPERIMENT.plan(["sweep"]), folder, options={}, progress=False)
 
 
 @pytest.mark.usefixtures("few", "undrawn")
@@ -184,19 +107,8 @@ def test_studies_of_a_folder_are_its_own(tmp_path, capsys, monkeypatch):
 
     for name, seeds in (("out", "01"), ("other", "01")):
         scale = "0.1" if name == "out" else "0.2"
-        run(
-            "linearised",
-            "--part",
-            "toy",
-            "--seed",
-            *seeds,
-            "--scale",
-            scale,
-            "--jobs",
-            "1",
-            "--out",
-            str(tmp_path / name),
-        )
+        options = f"linearised --part toy --scale {scale} --jobs 1 --seed".split()
+        run(*options, *seeds, "--out", str(tmp_path / name))
     assert resume("out") == (0, "")
     first, second = (tmp_path / "out" / f"toy-seed{i}" for i in (0, 1))
     whole = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -388,26 +300,14 @@ def test_networks_are_a_table_beside_the_talks_and_go_on(tmp_path, monkeypatch, 
     }
     assert len({r["nll"] for r in rows if r["network"] == "cnn"}) == 8
 
-    measure = study.Work.kept
+    def fourth(work, name, _):
+        return work.folder.name.endswith("cnn-seed1") and name == "linear-normalised"
 
-    def stop(self, name, measured):
-        if self.folder.name.endswith("cnn-seed1") and name == "linear-normalised":
-            raise KeyboardInterrupt
-        return measure(self, name, measured)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(study.Work, "kept", stop)
+    with interrupted(study.Work, "kept", fourth):
         assert cli.main(["reproduce", *options, "--out", str(tmp_path / "killed")]) == 130
     assert "2 of 4 networks are done" in (tmp_path / "killed" / "networks.txt").read_text()
     run("--resume", str(tmp_path / "killed"), "--jobs", "1")
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
-
-
-def test_missing_data_are_a_failure_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "linearised", "--part", "networks", "--data", "mnist"]) == 1
-    assert "MNIST" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_order_of_ways_has_ties_where_they_are_printed_alike():

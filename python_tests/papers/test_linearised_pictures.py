@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ella_cuda.papers.linearised.pictures import draw_networks, draw_stopping, draw_sweep, draw_toy
-from python_tests.reports.pictures.pages import check_page
+from python_tests.reports.pictures.pages import check_page, shown
 
 AT = ("network", "linear")
 TITLE = "A title of two lines, as people write it: what is shown, of how many parameters, and of which seed; 2,600 parameters, seed 0"
@@ -38,7 +38,7 @@ def toy_found() -> dict:
 def test_the_toy_has_both_predictives_and_both_evidences():
     figure = draw_toy(toy_found(), TITLE)
     check_page(figure)
-    network, linear, evidence = (axis for axis in figure.axes if axis.get_visible())
+    network, linear, evidence = shown(figure)
     assert "0.100" in network.get_title() and "10.0" in linear.get_title()
     widths = [np.ptp(axis.collections[0].get_paths()[0].vertices[:, 1]) for axis in (network, linear)]
     np.testing.assert_allclose(widths, [6.0, 1.0])
@@ -57,10 +57,10 @@ def test_the_sweep_has_a_panel_for_each_evidence_and_a_line_for_each_number_of_p
     ]
     figure = draw_sweep(rows, TITLE)
     check_page(figure)
-    shown = [axis for axis in figure.axes if axis.get_visible()]
-    assert len(shown) == 4
-    assert len({axis.get_ylim() for axis in shown}) == 1
-    for axis in shown:
+    axes = shown(figure)
+    assert len(axes) == 4
+    assert len({axis.get_ylim() for axis in axes}) == 1
+    for axis in axes:
         single, grouped = (line.get_ydata() for line in axis.lines)
         np.testing.assert_allclose(single, [0.6, 1.5, 10.5])
         np.testing.assert_allclose(grouped, 0.5)
@@ -77,7 +77,7 @@ def test_early_stopping_shows_means_over_seeds():
     ]
     figure = draw_stopping(rows, TITLE)
     check_page(figure)
-    distances, bars = (axis for axis in figure.axes if axis.get_visible())
+    distances, bars = shown(figure)
     assert (len(distances.lines), len(bars.lines)) == (4, 4)
     np.testing.assert_allclose(distances.lines[0].get_ydata(), [2.0, 0.2, 0.02])
     np.testing.assert_allclose(bars.lines[0].get_ydata(), 2.5)
@@ -103,7 +103,7 @@ def test_networks_are_beside_the_talks(seeds):
     ]
     figure = draw_networks(rows, TITLE)
     check_page(figure)
-    left, right = (axis for axis in figure.axes if axis.get_visible())
+    left, right = shown(figure)
     for axis in (left, right):
         hollow = [line for line in axis.lines if line.get_markerfacecolor() == "none"]
         ours = [c[0] for c in axis.containers]

@@ -7,7 +7,7 @@ import pytest
 from ella_cuda import cli
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.papers import equivariances
-from ella_cuda.training import Evaluation
+from python_tests.interrupting import interrupted
 from python_tests.test_cli import one_line, rows_of, run_here
 
 # Two rows of the toy table at a size for tests: 43 images, 2 epochs, an evidence step after each but the first.
@@ -55,31 +55,11 @@ def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_an_interrupted_table_resumes_to_the_numbers_of_one_that_was_not(tmp_path, monkeypatch, capsys):
-    options = [
-        "reproduce",
-        "toy",
-        *SMALL.split(),
-        "--epochs",
-        "3",
-        "--row",
-        "digit-conv",
-        "--device",
-        "cpu",
-        "--jobs",
-        "1",
-    ]
+def test_an_interrupted_table_resumes_to_the_numbers_of_one_that_was_not(tmp_path, capsys):
+    options = f"reproduce toy {SMALL} --epochs 3 --row digit-conv --device cpu --jobs 1".split()
     run_here(*options, "--out", str(tmp_path / "whole"))
     assert f"results in {tmp_path / 'whole'}" in capsys.readouterr().out
-    record = Diary.record
-
-    def stop(self: Diary, evaluation: Evaluation) -> None:
-        if "evidence" in self.folder.name and evaluation.epoch == 3:
-            raise KeyboardInterrupt
-        record(self, evaluation)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Diary, "record", stop)
+    with interrupted(Diary, "record", lambda diary, e: "evidence" in diary.folder.name and e.epoch == 3):
         assert cli.main([*options, "--out", str(tmp_path / "killed")]) == 130
     assert len(rows_of(tmp_path / "killed")) == 1
     partly = (tmp_path / "killed" / "comparison.txt").read_text()
@@ -88,32 +68,6 @@ def test_an_interrupted_table_resumes_to_the_numbers_of_one_that_was_not(tmp_pat
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
     tables = [(tmp_path / folder / "comparison.txt").read_text() for folder in ("killed", "whole")]
     assert tables[0] == tables[1] != partly
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ([], "name a table"),
-        (["table-3"], "invalid choice"),
-        (["toy", "--scale", "0"], "scale must be above 0"),
-        (["toy", "--scale", "1.5"], "scale must be above 0"),
-        (["groups", "--scale", "nan"], "scale must be above 0"),
-        (["toy", "--row", "conv"], "digit-conv"),
-        (["toy", "--width", "0"], "width must be at least 1"),
-        (["toy", "--train-size", "5"], "unrecognized arguments"),
-        (["group-convs", "--group-conv", "full"], "unrecognized arguments"),
-        (["toy", "--lr-anchors", "0.1"], "--lr-anchors"),
-        (["toy", "--burn-in", "60"], "burn_in must be less than epochs"),
-        (["--resume", "not-there"], "not-there is not a folder of runs"),
-        (["toy", "--device", "tpu"], "device must be"),
-        (["toy", "--jobs", "0"], "--jobs"),
-    ],
-)
-def test_wrong_usage_is_2_and_writes_nothing(args, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", *args]) == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_missing_and_damaged_data_are_failures_and_nothing_is_written(tmp_path, monkeypatch, capsys):

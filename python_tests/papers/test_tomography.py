@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from ella_cuda import cli
 from ella_cuda.data import load
 from ella_cuda.papers import linearised
 from ella_cuda.papers.linearised import unet
@@ -20,7 +19,7 @@ from ella_cuda.papers.tomography import EXPERIMENT, drawn, images, phantom, reco
 from ella_cuda.papers.tomography.quality import error_shares, inside, psnr, ssim
 from ella_cuda.papers.tomography.sources import image_of, shepp_logan
 from ella_cuda.tomography import LinearisedDIP, RayTransform, UNet
-from python_tests.papers.studies import files, run, table
+from python_tests.papers.studies import check_goes_on, run, table
 
 SMALL = ["--data", "digits", "--scale", "0.002", "--jobs", "1", "--device", "cpu"]
 
@@ -250,23 +249,9 @@ def test_the_talks_column_is_nll_beside_its_numbers(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("few", "undrawn")
-def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, monkeypatch, capsys):
+def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, capsys):
     options = ["tomography", "--part", "phantom", "--scale", "0.002", "--seed", "0", "--jobs", "1", "--device", "cpu"]
-    run(*options, "--out", str(tmp_path / "whole"))
-    killed = str(tmp_path / "killed")
-    measure = study.Work.kept
-
-    def stop(self, name, measured):
-        if name == "simple":
-            raise KeyboardInterrupt
-        return measure(self, name, measured)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(study.Work, "kept", stop)
-        assert cli.main(["reproduce", *options, "--out", killed]) == 130
-    assert f"go on with: ella-cuda reproduce --resume {killed}" in capsys.readouterr().err
-    run("tomography", "--resume", killed)
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+    check_goes_on(options, tmp_path, [(study.Work, "kept", lambda _, name, measured: name == "simple")], capsys)
 
 
 def test_the_phantom_has_its_ellipses_values():

@@ -7,13 +7,9 @@ import pytest
 
 from ella_cuda.papers.tomography.pictures import draw_densities, draw_errors, draw_reconstructions, draw_ways
 from ella_cuda.papers.tomography.reconstruction import WAYS
-from python_tests.reports.pictures.pages import check_page
+from python_tests.reports.pictures.pages import check_page, shown
 
 TITLE = "A title of two lines, as people write it: which data, how many angles, how much noise, which network, and of which seed; digits, 0"
-
-
-def shown(figure) -> list:
-    return [axis for axis in figure.axes if axis.get_visible()]
 
 
 def test_errors_and_deviations_of_a_line_have_one_scale():

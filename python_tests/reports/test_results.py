@@ -12,9 +12,7 @@ import pytest
 from ella_cuda import run_folder
 from ella_cuda.reports import results_table, save_report
 from ella_cuda.reports.results import results_csv
-from ella_cuda.reports.text import (
-    number,
-)
+from ella_cuda.reports.text import number
 from python_tests.reports.rows import evaluations, row
 
 
@@ -25,14 +23,10 @@ def test_the_table_has_the_papers_columns():
             (t, o, la)
             for t in ("digit", "quadrant")
             for o, la in (
-                ("map", "fc"),
-                ("map", "conv"),
-                ("map", "f_fc+conv"),
-                ("evidence", "conv"),
-                ("evidence", "f_fc+conv"),
+                ("map", "fc"), ("map", "conv"), ("map", "f_fc+conv"), ("evidence", "conv"), ("evidence", "f_fc+conv"),
             )
         )
-    ]
+    ]  # fmt: skip
     lines = results_table(rows).splitlines()
     assert lines[1].split() == ["MAP", "evidence"]
     assert lines[2].split() == ["accuracy,", "%", "FC", "CONV", "F-FC+CONV", "CONV", "F-FC+CONV"]
@@ -133,16 +127,10 @@ def test_a_folder_that_cannot_be_written_keeps_what_it_had(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "-"),
-        (0.0, "0.00"),
-        (1.2345, "1.23"),
-        (98.765, "98.8"),
-        (12345.6, "12346"),
-        (3e6, "3.00e+06"),
-        (0.001, "1.00e-03"),
-        (-2.5, "-2.50"),
+        (None, "-"), (0.0, "0.00"), (1.2345, "1.23"), (98.765, "98.8"), (12345.6, "12346"), (3e6, "3.00e+06"),
+        (0.001, "1.00e-03"), (-2.5, "-2.50"),
     ],
-)
+)  # fmt: skip
 def test_numbers_of_any_size(value, text):
     assert number(value) == text
 

@@ -8,12 +8,12 @@ from itertools import accumulate
 import pytest
 import torch
 from scipy.linalg import hadamard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform, UNet, filter_blocks
 from ella_cuda.tomography import evidence as evidence_module
 from ella_cuda.tomography import rays as rays_module
 from ella_cuda.tomography.evidence import DenseMeasured, IterativeMeasured
+from python_tests.ops.checks import Largest
 from python_tests.tomography.small import (
     EXACT,
     SIDE,
@@ -188,26 +188,19 @@ def test_optimisation_goes_on_where_it_was_interrupted(method, tmp_path, monkeyp
     assert found == values or all(map(math.isnan, found))
     with pytest.raises(ValueError, match="of another run: at"):
         start().optimize_hyperparameters(6, at="linear", checkpoint=path, **options)
-    other = fitted(method=method, n_probes=3, rank=9, max_iterations=4)
-    if method == "iterative":
-        with pytest.raises(ValueError, match="of another run: iterative"):
-            other.optimize_hyperparameters(6, checkpoint=path, **options)
     renamed = {name + "!": weights for name, weights in filter_blocks(small_unet()).items()}
-    with pytest.raises(ValueError, match=r"of another run: .*blocks"):
-        fitted(method=method, n_probes=2, rank=9, max_iterations=4, blocks=renamed).optimize_hyperparameters(
-            6, checkpoint=path, **options
-        )
-    other = start()
-    other._x = 2 * other._x
-    with pytest.raises(ValueError, match="of another run: data"):
-        other.linearise().optimize_hyperparameters(6, checkpoint=path, **options)
-    other = start()
-    matrix = other.ray_transform.matrix().to_dense() * 1.1
-    other.ray_transform._matrices = {
+    scaled, turned = start(), start()
+    scaled._x = 2 * scaled._x
+    matrix = turned.ray_transform.matrix().to_dense() * 1.1
+    turned.ray_transform._matrices = {
         (torch.float64, torch.device("cpu"), t): (matrix.T if t else matrix) for t in (0, 1)
     }
-    with pytest.raises(ValueError, match="the network or ray_transform is another"):
-        other.optimize_hyperparameters(6, checkpoint=path, **options)
+    others = [(fitted(method=method, n_probes=3, rank=9, max_iterations=4), "run: iterative")] * (method == "iterative")
+    others += [(fitted(method=method, n_probes=2, rank=9, max_iterations=4, blocks=renamed), r"run: .*blocks")]
+    others += [(scaled.linearise(), "run: data"), (turned, "the network or ray_transform is another")]
+    for other, words in others:
+        with pytest.raises(ValueError, match=words):
+            other.optimize_hyperparameters(6, checkpoint=path, **options)
 
 
 def test_estimates_are_their_generators(tmp_path, monkeypatch):
@@ -262,21 +255,6 @@ def test_conjugate_gradients_that_end_early_are_said(recwarn):
     assert not [w for w in recwarn if "conjugate" in str(w.message)]
 
 
-class Largest(TorchDispatchMode):
-    """The most entries of a tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (tuple, list)) else (found,):
-            if isinstance(tensor, torch.Tensor):
-                self.entries = max(self.entries, tensor.numel())
-        return found
-
-
 def test_nothing_of_the_size_of_a_covariance_is_formed(monkeypatch):
     monkeypatch.setattr(rays_module, "DENSE", 0)
     side, sizes = 16, {}
@@ -290,7 +268,7 @@ def test_nothing_of_the_size_of_a_covariance_is_formed(monkeypatch):
         with Largest() as largest:
             dip.linearise().optimize_hyperparameters(1, at="linear", tv_prior=1.0, **QUIET)
             dip.sample(2)
-        sizes[method] = largest.entries
+        sizes[method] = largest.numbers
     assert sizes["iterative"] < side**4 / 5 <= side**4 <= sizes["dense"]
 
 

@@ -387,15 +387,9 @@ def test_hyperparameters_are_set_by_name():
 def test_what_needs_the_linear_model_says_so_and_wrong_arguments_are_refused():
     rays = RayTransform(SIDE, FEW, 7)
     dip = LinearisedDIP(nn.Conv2d(1, 1, 3, padding=1).double(), rays)
-    for call in (
-        dip.sample,
-        dip.covariance,
-        dip.optimize_hyperparameters,
-        dip.linear_mode,
-        dip.log_marginal_likelihood,
-    ):
+    for name in ("sample", "covariance", "optimize_hyperparameters", "linear_mode", "log_marginal_likelihood"):
         with pytest.raises(RuntimeError, match="call linearise first"):
-            call()
+            getattr(dip, name)()
     with pytest.raises(RuntimeError, match="call reconstruct first"):
         dip.linearise()
     dip = fitted(method="dense")

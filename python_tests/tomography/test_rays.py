@@ -163,20 +163,19 @@ def test_without_a_filtered_back_projection_the_best_multiple_of_the_adjoint_is_
 
 def test_pairs_that_are_none_are_refused():
     rays = RayTransform(4, 3, 7)
-    with pytest.raises(ValueError, match="adjoint must be forward's"):
-        RayOperator(rays.forward, lambda y: 1.01 * rays.adjoint(y), 4)
-    with pytest.raises(ValueError, match="forward must be linear"):
-        RayOperator(lambda x: rays.forward(x) + 0.1, rays.adjoint, 4)
-    with pytest.raises(ValueError, match="adjoint must return"):
-        RayOperator(rays.forward, lambda y: rays.adjoint(y)[:2], 4)
-    with pytest.raises(TypeError, match="forward must return a float32 or float64 tensor, got ndarray"):
-        RayOperator(lambda x: x.numpy(), rays.adjoint, 4)
-    with pytest.raises(ValueError, match="measurements along one axis at least"):
-        RayOperator(lambda x: x.sum(), lambda y: y.expand(4, 4), 4)
+    forward, adjoint = rays.forward, rays.adjoint
+    for error, words, pair, options in (
+        (ValueError, "adjoint must be forward's", (forward, lambda y: 1.01 * adjoint(y)), {}),
+        (ValueError, "forward must be linear", (lambda x: forward(x) + 0.1, adjoint), {}),
+        (ValueError, "adjoint must return", (forward, lambda y: adjoint(y)[:2]), {}),
+        (TypeError, "forward must return a float32 or float64 tensor, got ndarray", (lambda x: x.numpy(), adjoint), {}),
+        (ValueError, "measurements along one axis at least", (lambda x: x.sum(), lambda y: y.expand(4, 4)), {}),
+        (ValueError, "image_shape must have the 16 numbers", (forward, adjoint), {"image_shape": (1, 4, 5)}),
+    ):
+        with pytest.raises(error, match=words):
+            RayOperator(*pair, 4, **options)
     with pytest.raises(ValueError, match=r"fbp must return an image \(4, 4\), got \(3, 7\)"):
-        RayOperator(rays.forward, rays.adjoint, 4, fbp=lambda y: y).fbp(drawn(3, 7))
-    with pytest.raises(ValueError, match="image_shape must have the 16 numbers"):
-        RayOperator(rays.forward, rays.adjoint, 4, image_shape=(1, 4, 5))
+        RayOperator(forward, adjoint, 4, fbp=lambda y: y).fbp(drawn(3, 7))
 
 
 def test_a_convolution_is_a_pair_too():

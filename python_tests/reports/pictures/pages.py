@@ -12,6 +12,11 @@ TEXT_WIDTH, SMALLEST = 7.0, 7.0  # inches of a page's text, points
 TOUCH = 0.015  # inches: boxes of text have room for letters that are not there
 
 
+def shown(figure) -> list:
+    """A figure's panels."""
+    return [axis for axis in figure.axes if axis.get_visible()]
+
+
 def rendered_texts(figure) -> list:
     """Every text that is drawn (ticks outside of an axis are not), with its box in inches."""
     found = []
@@ -38,7 +43,7 @@ def check_page(figure) -> None:
     assert width <= TEXT_WIDTH + 1e-6
     texts = rendered_texts(figure)
     assert min(text.get_fontsize() for text, _ in texts) >= SMALLEST
-    frames = [(axis, axis.get_window_extent().extents / figure.dpi) for axis in figure.axes if axis.get_visible()]
+    frames = [(axis, axis.get_window_extent().extents / figure.dpi) for axis in shown(figure)]
     legends = [(legend, legend.get_window_extent().extents / figure.dpi) for legend in figure.legends]
     page = np.array([0, 0, width, height])
     for artist, box in (*texts, *frames, *legends):
@@ -54,5 +59,5 @@ def check_page(figure) -> None:
 
 def check_same_sizes(figure) -> None:
     """Panels are of one size."""
-    sizes = [axis.get_window_extent().size for axis in figure.axes if axis.get_visible()]
+    sizes = [axis.get_window_extent().size for axis in shown(figure)]
     np.testing.assert_allclose(sizes, [sizes[0]] * len(sizes), rtol=0.01)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ella_cuda.reports.pictures.amounts import draw_amounts, draw_samples
-from python_tests.reports.pictures.pages import check_page
+from python_tests.reports.pictures.pages import check_page, shown
 
 TITLE = "A title of two lines, as people write it: which data, which task, which network, and of which seed; digits, task rotated, seed 0"
 
 
 def lines(scale: float = 1.0) -> list:
     return [([1, 2, 3], {"rotation": [0.1, 0.2 * scale, 0.3 * scale], "tx": [0.1, 0.1, 0.05]})]
-
-
-def shown(figure) -> list:
-    return [axis for axis in figure.axes if axis.get_visible()]
 
 
 def test_amounts_have_a_panel_for_each_kind_and_a_colour_for_each_generator():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ella_cuda.reports import draw_layers
+from python_tests.reports.pictures.pages import shown
 from python_tests.reports.rows import row
 
 
 def test_bars_are_the_shares_and_stack_to_a_hundred():
     figure = draw_layers([row("digit"), row("quadrant")])
-    axes = [a for a in figure.axes if a.get_visible()]
+    axes = shown(figure)
     assert len(axes) == 2
     for axis, task in zip(axes, ("digit", "quadrant"), strict=True):
         assert axis.get_title() == f"task {task}"
@@ -32,7 +33,7 @@ def test_layers_without_a_type_are_marked():
         made["layers"][1]["type"] = None
     rows[1]["layers"][2]["type"] = None
     figure = draw_layers(rows)
-    (axis,) = [a for a in figure.axes if a.get_visible()]
+    (axis,) = shown(figure)
     assert [(t.get_position()[0], t.get_text()) for t in axis.texts] == [(2, "×"), (3, "1/2")]
     assert [bar.get_alpha() is not None for bar in axis.containers[0]] == [False, True, False]
     labels = [t.get_text() for t in figure.legends[0].get_texts()]
@@ -48,7 +49,7 @@ def test_seeds_share_a_panel_as_their_mean():
         layer["paths"]["f_fc"]["relative_effective_parameters"] = 0.0
         layer["paths"]["conv"]["relative_effective_parameters"] = 1.0
     figure = draw_layers([row(), other])
-    (axis,) = [a for a in figure.axes if a.get_visible()]
+    (axis,) = shown(figure)
     assert [b.get_height() for b in axis.containers[0]] == pytest.approx([10, 25, 40])
     assert "mean ± standard error over 2 seeds" in figure.get_suptitle().replace("\n", " ")
     ends = [bar[:, 1].tolist() for bars in axis.collections for bar in bars.get_segments()]

@@ -6,6 +6,7 @@ from matplotlib.colors import to_hex
 
 from ella_cuda.reports import draw_precisions
 from ella_cuda.reports.pictures import PATH_STYLES
+from python_tests.reports.pictures.pages import shown
 from python_tests.reports.rows import evaluations, row
 
 
@@ -13,7 +14,7 @@ def test_every_tensor_has_its_line_in_its_layers_panel():
     made = row()
     history = evaluations(made)
     figure = draw_precisions(made, history)
-    axes = [a for a in figure.axes if a.get_visible()]
+    axes = shown(figure)
     assert [a.get_title() for a in axes] == [
         "layer 1 (blocks.0)", "layer 2 (blocks.1)", "layer 3 (blocks.2)", "outside the layers",
     ]  # fmt: skip

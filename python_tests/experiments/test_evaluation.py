@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -167,38 +168,19 @@ def test_a_run_goes_on_to_the_same_predictions_and_may_be_asked_more(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"ood": "letters"},
-            "ood must be names out of digits, mnist, fashion-mnist, cifar10, cifar100, rotated, got 'letters'.",
-        ),
+        ({"ood": "letters"}, "ood must be names out of digits, mnist, fashion-mnist, cifar10, cifar100, rotated, got 'letters'."),
         ({"ood": "mnist+digits"}, "ood must name other data than the run's own, digits; got 'digits+mnist'."),
         ({"task": "quadrant", "ood": "rotated"}, "ood must be without rotated for the task quadrant, whose labels say"),
         ({"ood": None}, "ood must be a string, got None."),
         ({"ood_size": 0}, "ood_size must be at least 1, got 0."),
     ],
-)
+)  # fmt: skip
 def test_what_a_run_cannot_be_asked(change, words):
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         dataclasses.replace(small(), **change)
 
 
-TINY = [
-    "train",
-    "--layer",
-    "conv",
-    "--objective",
-    "map",
-    "--task",
-    "plain",
-    "--epochs",
-    "1",
-    "--train-size",
-    "20",
-    "--test-size",
-    "40",
-    "--jobs",
-    "1",
-]
+TINY = shlex.split("train --layer conv --objective map --task plain --epochs 1 --train-size 20 --test-size 40 --jobs 1")
 
 
 def test_other_data_that_do_not_fit_are_refused_before_anything_is_written(data_dir, tmp_path, monkeypatch, capsys):

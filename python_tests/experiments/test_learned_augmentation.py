@@ -137,18 +137,9 @@ def test_other_layers_and_several_words_are_runs_of_their_own(tmp_path):
     [
         (["--learn", "augmentation"], "task must be one whose labels do not say where things are"),
         (["--learn", "augmentation", "--task", "quadrant"], "such as plain or digit or rotated"),
-        (
-            ["--learn", "augmentation", "--task", "plain", "--objective", "map"],
-            "--learn augmentation needs evidence runs.",
-        ),
-        (
-            ["--learn", "augmentation", "--task", "plain", "--layer", "fc"],
-            "evidence runs; of layers with fc paths --all",
-        ),
-        (
-            ["--learn", "augmentation", "lengthscales", "--task", "plain"],
-            "--learn lengthscales needs evidence runs of a",
-        ),
+        (["--learn", "augmentation", "--task", "plain", "--objective", "map"], "--learn augmentation needs evidence runs."),
+        (["--learn", "augmentation", "--task", "plain", "--layer", "fc"], "evidence runs; of layers with fc paths --all"),
+        (["--learn", "augmentation", "lengthscales", "--task", "plain"], "--learn lengthscales needs evidence runs of a"),
         (["--learn", "augmentation", "--task", "plain", "--generators", "warp"], "generators must be names out of tx"),
         (["--learn", "augmentation", "--task", "plain", "--copies", "0"], "copies must be at least 1"),
         (["--learn", "augmentation", "--task", "plain", "--amount-init", "0"], "amount_init must be positive"),
@@ -157,7 +148,7 @@ def test_other_layers_and_several_words_are_runs_of_their_own(tmp_path):
         (["--task", "plain", "--copies", "3"], "--copies: of a learned augmentation"),
         (["--task", "plain", "--lr-aug", "0.1"], "--lr-aug: of what is learned; no run learns augmentation"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_is_2_and_says_what_to_do(args, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", *args]) == 2

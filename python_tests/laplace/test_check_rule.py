@@ -198,16 +198,8 @@ WRONG = {
         "outputs",
         "'bias' of 5 data points are not",
     ),
-    "mean over data": (
-        of(Honest, of_inputs=lambda self, rows: rows.mean(0, True)),
-        "inputs",
-        "of 5 data points are not",
-    ),
-    "data's number": (
-        of(Honest, of_inputs=lambda self, rows: rows / len(rows) ** 0.5),
-        "inputs",
-        "data points are not",
-    ),
+    "mean over data": (of(Honest, of_inputs=lambda self, rows: rows.mean(0, True)), "inputs", "of 5 data points are not"),
+    "data's number": (of(Honest, of_inputs=lambda self, rows: rows / len(rows) ** 0.5), "inputs", "data points are not"),
     "gradient in place": (of(Honest, outputs=in_place), "outputs", "in place"),
     "input in place": (of(Honest, inputs=lambda self, x: Honest.inputs(self, x.mul_(2))), "inputs", "in place"),
     "vjp of a wrong sign": (
@@ -215,11 +207,7 @@ WRONG = {
         "vjp",
         "the gradient at the input",
     ),
-    "vjp in place": (
-        of(Differentiates, vjp=lambda self, g, shape: Differentiates.vjp(self, g.mul_(2), shape)),
-        "vjp",
-        "in place",
-    ),
+    "vjp in place": (of(Differentiates, vjp=lambda self, g, shape: Differentiates.vjp(self, g.mul_(2), shape)), "vjp", "in place"),
     "jacobians of a wrong sign": (
         of(Jacobians, of_jacobian=lambda self, j: j._replace(outputs=-j.outputs)),
         "jacobians",
@@ -230,15 +218,11 @@ WRONG = {
         "jacobians",
         "single data points in 'weight'",
     ),
-}
+}  # fmt: skip
 OF_POSITIONS = {
-    "sum for a mean": (
-        of(Honest, of_outputs=lambda self, rows, alpha: (rows, 1.0)),
-        "inputs and outputs",
-        "is 1.414 times",
-    ),
+    "sum for a mean": (of(Honest, of_outputs=lambda self, rows, alpha: (rows, 1.0)), "inputs and outputs", "is 1.414 times"),
     "mean for a sum": (of(Honest, of_bias=lambda self, g: g.flatten(2, -2).mean(2)), "outputs", "'bias'"),
-}
+}  # fmt: skip
 ALONE = {
     "other entries": (
         of(Honest, of_outputs=lambda self, rows, alpha: (rows.flip(1), alpha)),

@@ -36,13 +36,6 @@ def assert_same(first: KronLaplace, second: KronLaplace) -> None:
     assert first.n_data == second.n_data
 
 
-@pytest.mark.parametrize("resolution", ["shared", "per_channel"])
-@pytest.mark.parametrize("size", [1, 2, 6])
-def test_batch_size(model, data, batches, resolution, size):
-    whole = KronLaplace(model, resolution=resolution).fit([data])
-    assert_same(KronLaplace(model, resolution=resolution).fit(batches(*data, size)), whole)
-
-
 def test_an_empty_batch_changes_nothing(model, data):
     x, y = data
     assert_same(KronLaplace(model).fit([(x[:0], y[:0]), (x, y)]), KronLaplace(model).fit([data]))
@@ -122,14 +115,6 @@ def test_the_model_is_left_as_it_was_after_an_error(model, data):
     assert all(m.training for m in model.modules())
     assert all(p.requires_grad for p in model.parameters())
     assert not any(m._forward_hooks for m in model.modules())
-
-
-def test_dropout_is_off_during_a_fit(data):
-    def make(p):
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Flatten(), nn.Dropout(p), nn.Linear(32, 4)).double()
-
-    assert_same(KronLaplace(make(0.5)).fit([data]), KronLaplace(make(0.0)).fit([data]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

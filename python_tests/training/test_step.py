@@ -73,9 +73,7 @@ def test_checkpoints_are_of_a_likelihood_with_its_settings(tmp_path):
     again = marglik_training(sequences(), data, Classification(2), **options)
     assert again[2:] == first[2:]
     for other in ({"ignore_index": 1}, {}):
-        with pytest.raises(
-            ValueError, match=r"written with likelihood='classification\(ignore_index=2\)', this run has"
-        ):
+        with pytest.raises(ValueError, match=r"written with likelihood='classification\(ignore_index=2\)'"):
             marglik_training(sequences(), data, **other, **options)
     trainer = MarglikTrainer(sequences(), data, n_epochs=2)
     assert trainer.state_dict()["settings"]["likelihood"] == "classification"
@@ -83,9 +81,7 @@ def test_checkpoints_are_of_a_likelihood_with_its_settings(tmp_path):
 
 def test_what_is_no_likelihood_is_refused_before_the_first_step():
     data = [(SEQUENCES, LABELS)]
-    with pytest.raises(
-        ValueError, match=r"marglik_training: likelihood must be one of 'classification', .*got 'normal'"
-    ):
+    with pytest.raises(ValueError, match=r"likelihood must be one of 'classification', .*got 'normal'"):
         marglik_training(sequences(), data, "normal")
     with pytest.raises(ValueError, match="marglik_training: ignore_index belongs to likelihood='classification'"):
         marglik_training(sequences(), data, "poisson", ignore_index=0)

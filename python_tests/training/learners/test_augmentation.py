@@ -36,12 +36,7 @@ def loader(n: int = 30) -> DataLoader:
 
 def trainer(sparse: bool = False, **options) -> MarglikTrainer:
     model = convolutional(sparse)
-    arguments = {
-        "augment": lambda: AffineAugment(4, init=0.2),
-        "learn": ["augmentation"],
-        "n_epochs": 6,
-        "n_hypersteps": 2,
-    }
+    arguments = {"augment": lambda: AffineAugment(4, init=0.2), "learn": ["augmentation"], "n_epochs": 6, "n_hypersteps": 2}  # fmt: skip
     arguments |= options
     augment = arguments.pop("augment")
     return MarglikTrainer(model, loader(), progress_bar=False, augment=augment and augment(), **arguments)
@@ -65,18 +60,10 @@ def test_the_training_loss_gives_an_invariance_up_and_the_evidence_does_not():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert abs(math.degrees(raw.item())) < 1
-    schedule = {"n_epochs": 150, "n_epochs_burnin": 50, "marglik_frequency": 5, "lr_aug": 0.1}
-    _, model, margliks, _ = marglik_training(
-        network(),
-        [(x, y)],
-        augment=Turn(31, start),
-        learn=("augmentation",),
-        optimizer_kwargs={"lr": 1e-2},
-        hyper_optimizer="mackay",
-        prior_structure="scalar",
-        progress_bar=False,
-        **schedule,
-    )
+    options = {"n_epochs": 150, "n_epochs_burnin": 50, "marglik_frequency": 5, "lr_aug": 0.1, "progress_bar": False}
+    options |= {"optimizer_kwargs": {"lr": 1e-2}, "hyper_optimizer": "mackay", "prior_structure": "scalar"}
+    options |= {"augment": Turn(31, start), "learn": ("augmentation",)}
+    _, model, margliks, _ = marglik_training(network(), [(x, y)], **options)
     assert math.degrees(model.augment.amounts()["turn"]) > 100
     assert margliks[-1] < margliks[0] - 10
 
@@ -238,14 +225,11 @@ def test_amounts_that_are_not_learned_stay_and_are_averaged_over():
         ({"keep": "first"}, "keep"),
         ({"lr_aug": -1.0}, "lr_aug must be positive"),
         ({"lr_aug_min": 0.0}, "lr_aug_min must be positive"),
-        (
-            {"augment": lambda: AffineAugment(4, ["tx", "ty"], 0.0, constraint="raw"), "aug_sampling": "grid"},
-            "amounts that are not 0",
-        ),
+        ({"augment": lambda: AffineAugment(4, ["tx", "ty"], 0.0, constraint="raw"), "aug_sampling": "grid"}, "amounts that are not 0"),
         ({"augment": lambda: at_zero(AffineAugment(4, ["tx", "ty"], 0.1, "grid", "raw"))}, "amounts that are not 0"),
         ({"n_epochs_burnin": 5}, "needs an evidence step after n_epochs_burnin"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         trainer(**options)

@@ -32,11 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def convolutions(pad: bool = True) -> nn.Sequential:
-    first = (
-        [Function(lambda m, x: F.pad(x, (1, 1, 1, 1), mode="circular")), nn.Conv2d(2, 3, 3)]
-        if pad
-        else [nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")]
-    )
+    explicit = [Function(lambda m, x: F.pad(x, (1, 1, 1, 1), mode="circular")), nn.Conv2d(2, 3, 3)]
+    first = explicit if pad else [nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")]
     rest = nn.Conv2d(3, 4, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, CLASSES)
     return nn.Sequential(nn.Sequential(*first), nn.ReLU(), *rest)
 

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from ella_cuda.laplace import KronLaplace
 from python_tests.distributed import works
 
-NEAR = {
-    "float32": (1e-6, 1e-6),
-    "float64": (1e-14, 1e-12),
-}  # of factors by their largest entry, and of what follows from eigenvalues
+# Of factors by their largest entry, and of what follows from eigenvalues.
+NEAR = {"float32": (1e-6, 1e-6), "float64": (1e-14, 1e-12)}
 
 
 def alone(name: str, dtype: str, batches: int, **settings):

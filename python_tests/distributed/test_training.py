@@ -140,10 +140,8 @@ def test_what_a_learner_learned_on_rank_0_goes_to_all(processes):
 
 def test_gradients_of_a_rank_s_own_data_are_refused(processes):
     for outcome in processes.fail("train_drifting", 3, True):
-        assert (
-            outcome.error is not None
-            and "must be the same on all ranks, but those in 'drifting' differ" in outcome.error[1]
-        )
+        words = "must be the same on all ranks, but those in 'drifting' differ"
+        assert outcome.error is not None and words in outcome.error[1]
 
 
 def test_every_learner_begins_with_random_numbers_that_all_ranks_share(processes):

@@ -350,17 +350,11 @@ def training(dtype: str, group: Any, **options: Any) -> dict[str, Any]:
 
 def described(trainer: MarglikTrainer, la: KronLaplace) -> dict[str, Any]:
     """What tests compare of a training."""
-    return {
-        "losses": trainer.losses,
-        "margliks": trainer.margliks,
-        "accuracies": [one["accuracy"] for one in trainer.history],
-        "log_precision": la.prior_precision.log(),
-        "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
-        "buffers": torch.cat(
-            [b.detach().double().flatten() for b in trainer.model.buffers()] or [torch.zeros(1).double()]
-        ),
-        "sigma": float(la.sigma_noise),
-    }
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    buffers = [torch.zeros(1).double(), *(b.detach().double().flatten() for b in trainer.model.buffers())]
+    found = {"losses": trainer.losses, "margliks": trainer.margliks, "weights": weights, "buffers": torch.cat(buffers)}
+    found |= {"accuracies": [one["accuracy"] for one in trainer.history], "sigma": float(la.sigma_noise)}
+    return found | {"log_precision": la.prior_precision.log()}
 
 
 def train(dtype: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -548,11 +542,8 @@ def count_steps() -> dict[str, Any]:
     trainer.epoch()
     before = len(counted.calls)
     trainer.epoch()
-    return {
-        "calls": [list(c) for c in counted.calls[before:]],
-        "bytes": 4 * (sum(p.numel() for p in model.parameters()) + 5),
-        "steps": len(trainer._loaders[0]),
-    }
+    size = 4 * (sum(p.numel() for p in model.parameters()) + 5)
+    return {"calls": [list(c) for c in counted.calls[before:]], "bytes": size, "steps": len(trainer._loaders[0])}
 
 
 class Drifting(Learner):

@@ -223,13 +223,8 @@ OF_POSITIONS = {
     "sum for a mean": (of(Honest, of_outputs=lambda self, rows, alpha: (rows, 1.0)), "inputs and outputs", "is 1.414 times"),
     "mean for a sum": (of(Honest, of_bias=lambda self, g: g.flatten(2, -2).mean(2)), "outputs", "'bias'"),
 }  # fmt: skip
-ALONE = {
-    "other entries": (
-        of(Honest, of_outputs=lambda self, rows, alpha: (rows.flip(1), alpha)),
-        "inputs and outputs",
-        "is not the parameter's gradient",
-    ),
-}
+OTHER = of(Honest, of_outputs=lambda self, rows, alpha: (rows.flip(1), alpha))
+ALONE = {"other entries": (OTHER, "inputs and outputs", "is not the parameter's gradient")}
 
 
 @pytest.mark.parametrize("positions", [False, True])

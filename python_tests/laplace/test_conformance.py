@@ -201,6 +201,7 @@ def check_factors(la: KronLaplace, oracle: Oracle, relative: float = 1e-9) -> No
     assert la.parameter_names == list(la.factors) == list(oracle.parameters)
     for name, factor in la.factors.items():
         inputs, outputs = oracle.factor(name, la.approximation)
+        assert factor.inputs.dtype == factor.outputs.dtype == torch.float64
         close(factor.inputs, inputs, relative)
         close(factor.outputs, outputs, relative)
 

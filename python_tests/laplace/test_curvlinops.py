@@ -20,15 +20,9 @@ N, CLASSES = 7, 3
 def their_blocks(model: nn.Module, batches: list[tuple[Tensor, Tensor]], approximation: str) -> dict[str, Tensor]:
     """Parameter name -> the diagonal block, in flatten order, of the sum over data."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    operator = curvlinops.KFACLinearOperator(
-        model,
-        nn.CrossEntropyLoss(reduction="sum"),
-        list(parameters.values()),
-        batches,
-        check_deterministic=False,
-        fisher_type="type-2",
-        kfac_approx=approximation,
-    )
+    how = {"check_deterministic": False, "fisher_type": "type-2", "kfac_approx": approximation}
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    operator = curvlinops.KFACLinearOperator(model, loss, list(parameters.values()), batches, **how)
     count = sum(p.numel() for p in parameters.values())
     whole = operator @ torch.eye(count, dtype=torch.float64)
     blocks, begin = {}, 0

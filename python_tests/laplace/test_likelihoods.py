@@ -123,11 +123,8 @@ def test_the_tolerance_saves_columns():
         return len(likelihood.columns(outputs, targets, tolerance))
 
     f = 4 * normal(50, 20)
-    assert (
-        count(Classification(), f, torch.zeros(50).long(), 0.05)
-        < 19
-        == count(Classification(), f, torch.zeros(50).long())
-    )
+    labels = torch.zeros(50).long()
+    assert count(Classification(), f, labels, 0.05) < 19 == count(Classification(), f, labels)
     positions = 4 * normal(10, 5, 20), torch.zeros(10, 5).long()
     assert count(Classification(), *positions, 0.05) < 60 < 95 == count(Classification(), *positions)
     assert count(Binary(), 4 * normal(50, 20), torch.zeros(50, 20), 0.05) < 15
@@ -328,11 +325,8 @@ def test_targets_that_fit_pass_and_none_are_nothing_wrong(case):
     likelihood.check(outputs[:0], targets[:0])
     given, fit = likelihood.admitted(outputs, targets)
     assert torch.equal(given, targets) and fit.item() is True
-    for column in (
-        likelihood.columns(outputs[:0], targets[:0])[:],
-        likelihood.columns(outputs[:0], targets[:0], 0.5)[:],
-    ):
-        assert column.shape[1:] == (0, *outputs.shape[1:])
+    for tolerance in (0.0, 0.5):
+        assert likelihood.columns(outputs[:0], targets[:0], tolerance)[:].shape[1:] == (0, *outputs.shape[1:])
     assert likelihood.statistic(outputs[:0], targets[:0]) == 0
 
 

@@ -73,11 +73,8 @@ def test_hooks_of_all_modules_are_refused_and_left_where_they_are(register, hook
     try:
         with pytest.raises(ValueError, match="hook of all modules"):
             KronLaplace(Net()).fit([data()])
-        tables = (
-            of_all_modules._global_forward_hooks,
-            of_all_modules._global_backward_hooks,
-            of_all_modules._global_backward_pre_hooks,
-        )
+        names = "_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"
+        tables = [getattr(of_all_modules, name) for name in names]
         assert [one for table in tables for one in table.values()] == [hook]
     finally:
         handle.remove()

@@ -162,9 +162,7 @@ def test_the_evidence_is_differentiable_with_its_factors_held(kind, likelihood, 
         def log_det(step: float, buffer: Tensor = buffer, index: tuple[int, ...] = index) -> float:
             with torch.no_grad():
                 buffer[index] += step  # the factors follow by their projections, without a new fit
-                value = sum(
-                    torch.logdet(torch.eye(len(m), dtype=m.dtype) * 0.6 + m / sigma**2).item() for m in blocks()
-                )
+                value = sum(torch.logdet(torch.eye(len(m)).double() * 0.6 + m / sigma**2).item() for m in blocks())
                 buffer[index] -= step
             return value
 

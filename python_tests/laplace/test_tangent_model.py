@@ -245,12 +245,8 @@ def test_later_values_do_not_matter(names: list[str] | None) -> None:
         torch.testing.assert_close(tangent.jvp(x, u), dense(model, x)[..., -24:] @ u)
 
     def all_of_it() -> list[Tensor]:
-        return [
-            tangent.jvp(x, u),
-            tangent.vjp(x, r),
-            tangent.offset(x),
-            tangent.push_pull(x, u, lambda f, along: f),
-        ]
+        found = tangent.jvp(x, u), tangent.vjp(x, r), tangent.offset(x)
+        return [*found, tangent.push_pull(x, u, lambda f, along: f)]
 
     before = all_of_it()
     with torch.no_grad():
@@ -342,10 +338,8 @@ ROWS = torch.linspace(-1, 1, 30, dtype=torch.float64)[:, None]
 
 def test_a_wrong_forward_mode_of_a_later_data_point_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = tampered(monkeypatch, "jvp"), torch.cat([ROWS[:3], torch.full((1, 1), 6.0).double()])
-    tangent, jacobian = (
-        TangentModel(model),
-        dense(nn.Sequential(model[0], Function(lambda m, x: x.square()), model[2]), x),
-    )
+    tangent = TangentModel(model)
+    jacobian = dense(nn.Sequential(model[0], Function(lambda m, x: x.square()), model[2]), x)
     u = drawn(tangent.n_params)
     torch.testing.assert_close(tangent.jvp(x, u), jacobian @ u)
     expected = torch.tensordot(jacobian @ u, jacobian, 2)
@@ -492,10 +486,8 @@ def test_outputs_without_a_graph_are_no_constants() -> None:
 
 
 def test_more_data_points_are_tried_out_than_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    tangent, x = (
-        TangentModel(tampered(monkeypatch, "backward")),
-        torch.cat([ROWS[:1], torch.full((1, 1), 6.0).double()]),
-    )
+    tangent = TangentModel(tampered(monkeypatch, "backward"))
+    x = torch.cat([ROWS[:1], torch.full((1, 1), 6.0).double()])
     u = drawn(tangent.n_params)
     tangent.jvp(x[:1], u)
     with pytest.raises(ArithmeticError, match="at data point 1"):

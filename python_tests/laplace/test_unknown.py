@@ -91,11 +91,8 @@ def test_frozen_ones_are_constants(data):
     for name in OF_THE_MODULE:
         same.get_parameter(name).requires_grad_(False)
     expected = KronLaplace(same).fit([data])
-    assert (
-        la.parameter_names
-        == expected.parameter_names
-        == [n for n, _ in model.named_parameters() if n not in OF_THE_MODULE]
-    )
+    names = [n for n, _ in model.named_parameters() if n not in OF_THE_MODULE]
+    assert la.parameter_names == expected.parameter_names == names
     torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood(), rtol=0, atol=0)
     assert la.n_params == sum(p.numel() for n, p in model.named_parameters() if n not in OF_THE_MODULE)
     (line,) = (line for line in la.summary().splitlines() if line.startswith("token"))
@@ -151,12 +148,8 @@ def test_a_subclass_with_a_forward_of_its_own_has_exact_blocks(dense_ggn):
 def test_a_number_of_two_modules(data, dense_ggn):
     one, other = nn.Module(), nn.Module()
     one.scale = other.scale = nn.Parameter(torch.ones(4))
-    model = checks.Function(
-        lambda m, x: m.head((x.mean(1) * m.one.scale).sin() * m.other.scale),
-        one=one,
-        other=other,
-        head=nn.Linear(4, CLASSES),
-    )
+    layers = {"one": one, "other": other, "head": nn.Linear(4, CLASSES)}
+    model = checks.Function(lambda m, x: m.head((x.mean(1) * m.one.scale).sin() * m.other.scale), **layers)
     model = checks.randomised(model)
     la = KronLaplace(model).fit([data])
     assert list(la.factors) == ["one.scale", "head.weight", "head.bias"]

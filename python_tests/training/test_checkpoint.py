@@ -154,11 +154,8 @@ def made(path, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     loader = TensorLoader(torch.randn(12, 4), torch.arange(12) % 2, 4, shuffle=True, generator=torch.Generator())
-    defaults = {
-        "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
-        "scheduler_kwargs": {"T_max": 6},
-        "optimizer_cls": torch.optim.Adam,
-    }
+    defaults = {"scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR, "scheduler_kwargs": {"T_max": 6}}
+    defaults |= {"optimizer_cls": torch.optim.Adam}
     return MarglikTrainer(model, loader, n_epochs=2, progress_bar=False, checkpoint=path, **{**defaults, **options})
 
 

@@ -60,12 +60,8 @@ def refused(error, message: str, *, model=None, loader=None, likelihood="classif
 @pytest.mark.parametrize("objective", ["evidence", "map"])
 def test_layers_without_a_rule(objective):
     model = network(Mystery(), Mystery())
-    refused(
-        TypeError,
-        r"2 layers .*\n- layer '2' \(Mystery\).*\n- layer '3' \(Mystery\)",
-        model=model,
-        objective=objective,
-    )
+    words = r"2 layers .*\n- layer '2' \(Mystery\).*\n- layer '3' \(Mystery\)"
+    refused(TypeError, words, model=model, objective=objective)
     assert model[2].calls == 0
 
 

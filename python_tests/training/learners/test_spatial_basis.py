@@ -129,38 +129,6 @@ def test_with_the_weights_held_the_shape_climbs_the_evidence():
     assert margliks[-1] < without[-1] - 0.5  # nats of all data
 
 
-def test_where_position_does_not_matter_the_factored_path_becomes_constant():
-    """The label is whether one pixel, anywhere, is bright: only a weight that is alike everywhere sees it. The
-    evidence leads there, and is better there than at the start's lengthscale."""
-    generator = torch.Generator().manual_seed(0)
-    x = 0.1 * torch.randn(96, 1, 6, 6, generator=generator)
-    place = torch.randint(36, (96,), generator=generator)
-    y = (torch.rand(96, generator=generator) > 0.5).long()
-    x.flatten(1)[torch.arange(96), place] += 6.0 * y
-    loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
-
-    def learned(learn: list[str]) -> tuple[float, float]:
-        torch.manual_seed(0)
-        layer = SparseFactoredLinear2d(1, 4, 6, 1, basis="exponential", inverse_lengthscale=0.6)
-        model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
-        _, _, margliks, _ = marglik_training(
-            model,
-            loader,
-            n_epochs=60,
-            n_epochs_burnin=10,
-            marglik_frequency=2,
-            learn=learn,
-            lr_lengthscales=0.1,
-            optimizer_kwargs={"lr": 0.02},
-            progress_bar=False,
-        )
-        return float(layer.basis_in.inverse_lengthscale), margliks[-1] / 96
-
-    omega, evidence = learned(["lengthscales"])
-    _, fixed = learned([])
-    assert omega < 0.2 and evidence < fixed - 0.05
-
-
 def test_learn_must_list_what_there_is():
     with pytest.raises(ValueError, match=r"must list any of anchors, augmentation, lengthscales, got \['omega'\]"):
         run(network(), ["omega"])

@@ -277,7 +277,7 @@ def test_chunks_of_copies_give_the_data_fits_gradient():
 
 def test_chunks_of_copies_at_the_linear_mode():
     x, y = data(3)
-    model = many("conv")
+    model = many("mlp")
     with model.augment.held():
         whole, parts = (KronLaplace(model, memory_budget=budget).fit([(x, y)]) for budget in (1 << 30, 1))
     for la in (whole, parts):

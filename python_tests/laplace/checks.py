@@ -13,7 +13,7 @@ from ella_cuda.laplace import KronLaplace
 class Function(nn.Module):
     """A network of layers and parameters by name, and a function of it and its inputs."""
 
-    def __init__(self, function: Callable[..., Tensor], **parts: object) -> None:
+    def __init__(self, function: Callable[..., Tensor], /, **parts: object) -> None:
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from ella_cuda.laplace import KronLaplace
 from python_tests.distributed import works
 
-NEAR = {
-    "float32": (1e-6, 1e-6),
-    "float64": (1e-14, 1e-12),
-}  # of factors by their largest entry, and of what follows from eigenvalues
+# Of factors by their largest entry, and of what follows from eigenvalues.
+NEAR = {"float32": (1e-6, 1e-6), "float64": (1e-14, 1e-12)}
 
 
 def alone(name: str, dtype: str, batches: int, **settings):
@@ -32,12 +30,24 @@ def require_near(found, expected, of_factors: float, of_numbers: float) -> None:
             assert found[key] == value, key
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_fit_of_several_processes_is_that_of_one(processes, ranks, dtype):
-    expected = alone("relaxed", dtype, 11)
-    for found in processes.run("fit", ranks, "relaxed", dtype, 11, {}):
-        require_near(found, expected, *NEAR[dtype])
+RELAXED = ["relaxed", "float64", 11]
+# The number of processes, what they do, and the fit of one process that is the same; of 3 processes and one batch two ranks have none.
+FITS = {
+    **{f"{dtype} on {n}": (n, "fit", ["relaxed", dtype, 11, {}], ["relaxed", dtype, 11]) for dtype in NEAR for n in (1, 2, 3, 4)},
+    **{f"{n} batches": (3, "fit", ["relaxed", "float64", n, {}], ["relaxed", "float64", n]) for n in (1, 3)},
+    "shared positions on one rank": (3, "fit", ["positions", "float64", 1, {}], ["positions", "float64", 1]),
+    "a second fit that adds to the first": (3, "fit_twice", RELAXED, RELAXED),
+    "no rule": (3, "fit", ["unknown", "float64", 11, {"unknown": "diagonal"}], ["unknown", "float64", 11]),
+    "data sets of their own": (2, "fit_data_of_its_own", ["float64"], RELAXED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FITS)
+def test_a_fit_of_several_processes_is_that_of_one(processes, case):
+    ranks, work, arguments, one = FITS[case]
+    expected = alone(*one, **({"unknown": "diagonal"} if case == "no rule" else {}))
+    for found in processes.run(work, ranks, *arguments):
+        require_near(found, expected, *NEAR[one[1]])
 
 
 def same_bits(one, other) -> bool:
@@ -63,43 +73,15 @@ def test_left_out_columns_are_those_of_whole_batches(processes):
         require_near(found, expected, 1e-6, 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("work", "arguments"), [("fit_of_buffers", ["float64", 11]), ("fit_of_buffers_twice", ["float64"])]
-)
-def test_gradients_in_lengthscales_and_anchors_are_those_of_one_process(processes, work, arguments):
+@pytest.mark.parametrize("ends", [[works.SIZE], [40, works.SIZE]])
+def test_gradients_in_lengthscales_and_anchors_are_those_of_one_process(processes, ends):
     model, names = works.learning("float64")
     la = KronLaplace(model, prior_precision=0.7).fit(works.loader_of(11, torch.float64))
     expected = works.gradients(la, names)
-    for found in processes.run(work, 3, *arguments):
+    for found in processes.run("fit_of_buffers", 3, "float64", ends):
         assert found.keys() == expected.keys() and len(expected) >= 2
         for name, value in expected.items():
             assert ((found[name] - value).abs().max() / value.abs().max()) <= 1e-9, name
-
-
-@pytest.mark.parametrize("batches", [1, 3, 11])
-def test_ranks_may_have_other_numbers_of_batches_or_none(processes, batches):
-    expected = alone("relaxed", "float64", batches)
-    for found in processes.run("fit", 3, "relaxed", "float64", batches, {}):
-        require_near(found, expected, *NEAR["float64"])
-
-
-def test_an_empty_rank_separates_what_shared_positions_separate(processes):
-    expected = alone("positions", "float64", 1)
-    for found in processes.run("fit_on_one", 3, "float64"):
-        require_near(found, expected, *NEAR["float64"])
-
-
-def test_a_second_fit_adds_to_the_first_once(processes):
-    expected = alone("relaxed", "float64", 11)
-    for found in processes.run("fit_twice", 3, "relaxed", "float64", 11):
-        require_near(found, expected, *NEAR["float64"])
-
-
-def test_blocks_that_no_rule_knows_are_those_of_one_process(processes):
-    settings = {"unknown": "diagonal"}
-    expected = alone("unknown", "float64", 11, **settings)
-    for found in processes.run("fit", 3, "unknown", "float64", 11, settings):
-        require_near(found, expected, *NEAR["float64"])
 
 
 @pytest.mark.parametrize("batches", [1, 7])  # two ranks have none of one
@@ -123,12 +105,6 @@ def test_ranks_whose_gradients_are_no_parts_of_one_are_refused(processes, wrong,
     for outcome in processes.fail("gradient_of_amounts", 2, 7, wrong):
         assert outcome.error is not None and outcome.error[0] == "ValueError" and words in outcome.error[1], outcome
         assert outcome.seconds < 5
-
-
-def test_ranks_may_have_data_sets_of_their_own(processes):
-    expected = alone("relaxed", "float64", 11)
-    for found in processes.run("fit_data_of_its_own", 2, "float64"):
-        require_near(found, expected, *NEAR["float64"])
 
 
 def test_sampled_columns_follow_from_the_batch_alone(processes):

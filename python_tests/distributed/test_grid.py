@@ -61,9 +61,7 @@ def test_a_killed_process_ends_all_and_its_run_is_done_at_the_next_start(process
     assert without_seconds(first["rows"]) == without_seconds(alone)
 
 
-@pytest.mark.parametrize(
-    ("what", "words"), [("spread", "same spread"), ("configs", "same configs"), ("jobs", "on rank 1")]
-)
+@pytest.mark.parametrize(("what", "words"), [("spread", "same spread"), ("configs", "same configs"), ("jobs", "on rank 1")])  # fmt: skip
 def test_other_arguments_on_one_rank_are_refused_on_all(processes, tmp_path, what, words):
     for outcome in processes.fail("grid_apart", 2, str(tmp_path), what):
         assert outcome.error is not None and outcome.error[0] == "ValueError" and words in outcome.error[1], outcome

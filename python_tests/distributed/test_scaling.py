@@ -12,13 +12,8 @@ scaling = load("distributed_scaling")
 
 def test_predicted_times_are_those_by_hand():
     measured = scaling.Measured(per_point=0.01, blocks=[4.0, 3.0, 3.0, 2.0], steps=0.5, packed=900, values=90)
-    assert scaling.predicted(measured, 1000, 1) == {
-        "pass": 10.0,
-        "sum": 0.0,
-        "eigenvalues": 12.0,
-        "gather": 0.0,
-        "steps": 0.5,
-    }
+    alone = {"pass": 10.0, "sum": 0.0, "eigenvalues": 12.0, "gather": 0.0, "steps": 0.5}
+    assert scaling.predicted(measured, 1000, 1) == alone
     found = scaling.predicted(measured, 1000, 2)
     assert found["pass"] == pytest.approx(5.0) and found["eigenvalues"] == 6.0 and found["steps"] == 0.5
     assert found["sum"] == pytest.approx(900 / 450e9) and found["gather"] == pytest.approx(45 / 450e9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
@@ -42,18 +41,6 @@ def test_no_owner_has_more_than_four_thirds_of_what_cannot_be_avoided(ranks):
         load = [sum(c for c, o in zip(costs, owner, strict=True) if o == rank) for rank in range(ranks)]
         assert sum(load) == sum(costs) and max(load) <= 4 / 3 * max(sum(costs) / ranks, max(costs, default=0.0))
         assert owner == owners(costs, ranks)
-
-
-def test_owners_are_within_four_thirds_of_the_best():
-    draw = random.Random(1)
-    for _ in range(20):
-        costs = [float(draw.randint(1, 50)) for _ in range(7)]
-        best = min(
-            max(sum(c for c, o in zip(costs, way, strict=True) if o == rank) for rank in range(3))
-            for way in itertools.product(range(3), repeat=7)
-        )
-        owner = owners(costs, 3)
-        assert max(sum(c for c, o in zip(costs, owner, strict=True) if o == rank) for rank in range(3)) <= 4 / 3 * best
 
 
 def test_a_piece_goes_to_whom_has_the_least_work_not_the_fewest_pieces():

@@ -26,12 +26,8 @@ SMALL += ["--train-size", "40", "--test-size", "40"]
 def torchrun(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """In ``folder``, within what a slow machine needs to import torch several times."""
     path = os.pathsep.join([*(p for p in sys.path if p), str(ROOT)])
-    environ = {
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    environ = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
     for _ in range(3):
         run = subprocess.run(call, cwd=folder, env=os.environ | environ, capture_output=True, text=True, timeout=300)

@@ -26,9 +26,7 @@ def same(one, other) -> bool:
     return all(torch.equal(v, other[k]) if isinstance(v, torch.Tensor) else v == other[k] for k, v in one.items())
 
 
-@pytest.mark.parametrize(
-    ("loader", "ranks"), [("tensors", 2), ("tensors", 3), ("torch's", 2), ("torch's", 3), ("reusing", 2)]
-)
+@pytest.mark.parametrize(("loader", "ranks"), [("tensors", 2), ("tensors", 3), ("torch's", 2), ("torch's", 3), ("reusing", 2)])  # fmt: skip
 def test_a_training_of_several_processes_is_that_of_one(processes, ranks, loader):
     options = {"loader": loader, "same_loader": loader == "reusing"}
     expected = works.training("float32", None, **options)
@@ -79,10 +77,7 @@ REFUSED = {
     "checkpoint": ("OSError", "on rank 0 of 3: "),
     "callback": ("ArithmeticError", "on rank 0 of 3: division by zero"),
     "label": ("ValueError", "on rank 1 of 3: "),
-    "nan": (
-        "FloatingPointError",
-        "on rank 1 of 3: marglik_training: the loss is nan at epoch 1, step 1; the batch itself is not finite",
-    ),
+    "nan": ("FloatingPointError", "on rank 1 of 3: marglik_training: the loss is nan at epoch 1, step 1; the batch itself is not finite"),
     "parameters": ("ValueError", "rank 1 of 3 has another"),
     "nan, and fails": ("OSError", "on rank 1 of 3: it fails"),
     "targets": ("ValueError", "a batch must have a target for each data point, got 2 and 3"),
@@ -91,16 +86,13 @@ REFUSED = {
     "settings": ("ValueError", "same lr_hyp, but rank 1 of 3 has another ('0.2') than rank 0 ('0.1')"),
     "data": ("ValueError", "same data, but rank 1 of 3 has another"),
     "loader": ("OSError", "on rank 1 of 3: a file is gone"),
-    "checkpoint on rank 1": (
-        "ValueError",
-        "checkpoint must be given on rank 0, which writes it, but rank 1 of 3 has one",
-    ),
+    "checkpoint on rank 1": ("ValueError", "checkpoint must be given on rank 0, which writes it, but rank 1 of 3 has one"),
     "dtype": ("ValueError", "same dtype, but rank 1 of 3 has another ('\"torch.float64\"')"),
     "marglik_loader": ("ValueError", "same marglik_loader, but rank 1 of 3 has another ('false')"),
     "n_data": ("ValueError", "same n_data, but rank 1 of 3 has another"),
     "shuffle": ("ValueError", "same plan of train_loader, but rank 1 of 3 has another"),
     "learner": ("ArithmeticError", "on rank 1 of 3: no gradient"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -112,9 +104,7 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(processes, tmp_path, what):
         assert outcome.seconds < 5
 
 
-@pytest.mark.parametrize(
-    ("what", "rank"), [("on_evaluation", 0), ("on_evaluation", 2), ("checkpoint", 0), ("progress_bar", 0)]
-)
+@pytest.mark.parametrize(("what", "rank"), [("on_evaluation", 0), ("on_evaluation", 2), ("checkpoint", 0), ("progress_bar", 0)])  # fmt: skip
 def test_what_one_rank_alone_is_given_changes_no_number(processes, tmp_path, what, rank):
     expected = works.training("float32", None, n_epochs=3)
     for number, one in enumerate(processes.run("train_alone", 3, what, rank, str(tmp_path))):
@@ -145,17 +135,13 @@ def test_a_rank_that_does_another_epoch_is_told(processes):
 
 
 def test_what_a_learner_learned_on_rank_0_goes_to_all(processes):
-    assert (
-        processes.run("train_drifting", 3, False) == [[2.0, 2.0]] * 3
-    )  # after each of two evidence steps that epochs follow
+    assert processes.run("train_drifting", 3, False) == [[2.0, 2.0]] * 3  # of two evidence steps that epochs follow
 
 
 def test_gradients_of_a_rank_s_own_data_are_refused(processes):
     for outcome in processes.fail("train_drifting", 3, True):
-        assert (
-            outcome.error is not None
-            and "must be the same on all ranks, but those in 'drifting' differ" in outcome.error[1]
-        )
+        words = "must be the same on all ranks, but those in 'drifting' differ"
+        assert outcome.error is not None and words in outcome.error[1]
 
 
 def test_every_learner_begins_with_random_numbers_that_all_ranks_share(processes):
@@ -191,9 +177,7 @@ def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(processes, 
         with pytest.raises(RuntimeError, match="interrupted"):
             works.stoppable(path, None, "interrupted")
     else:
-        assert all(
-            "interrupted" in one.error[1] for one in processes.fail("train_stoppably", before, path, "interrupted")
-        )
+        assert all("interrupted" in o.error[1] for o in processes.fail("train_stoppably", before, path, "interrupted"))
     assert read_checkpoint(path)["epoch"] == 2
     found = [works.stoppable(path, None)] if after == 1 else processes.run("train_stoppably", after, path)
     for one in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from typing import Any
@@ -18,7 +19,7 @@ from ella_cuda.distributed import Ranks, gathered, packed_numbers, shard, slice_
 from ella_cuda.laplace import KronLaplace, evidence_gradient
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance, SparseFactoredLinear2d
 from ella_cuda.training import Learner, MarglikTrainer
-from python_tests.laplace.checks import Reusing
+from python_tests.laplace.checks import Function, Reusing
 from python_tests.test_experiments import small
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -42,21 +43,12 @@ def network(name: str = "relaxed", dtype: torch.dtype = torch.float32) -> nn.Mod
     elif name == "positions":  # a linear layer at 8 shared positions
         model = nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, 6), nn.Tanh(), nn.Flatten(), nn.Linear(48, 10))
     elif name == "unknown":  # parameters that no rule knows, with and without a block of their own
-        model = nn.Sequential(nn.Flatten(), Scaled(), nn.Linear(64, 10))
+        parts = {"scales": nn.Parameter(torch.rand(8, 8) + 0.5), "shift": nn.Parameter(torch.randn(4))}
+        scaled = Function(lambda m, x: x * m.scales.flatten() + m.shift.repeat(16), **parts)
+        model = nn.Sequential(nn.Flatten(), scaled, nn.Linear(64, 10))
     else:
         raise ValueError(name)
     return model.to(dtype)
-
-
-class Scaled(nn.Module):
-    """Of a row of inputs, the products with parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales, self.shift = nn.Parameter(torch.rand(8, 8) + 0.5), nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scales.flatten() + self.shift.repeat(16)
 
 
 def trained(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
@@ -115,9 +107,6 @@ def gradients(la: KronLaplace, names: list[str]) -> dict[str, Tensor]:
     return dict(zip(names, (g.detach() for g in found), strict=True))
 
 
-LEARNED = ["0.basis_in.anchors", "0.basis_in.inverse_lengthscale"]
-
-
 def learning(dtype: str) -> tuple[nn.Module, list[str]]:
     model = trained(network("sparse", DTYPES[dtype]), *data(DTYPES[dtype]))
     names = [n for n, b in model.named_buffers() if n.endswith(("anchors", "inverse_lengthscale"))]
@@ -126,20 +115,13 @@ def learning(dtype: str) -> tuple[nn.Module, list[str]]:
     return model, names
 
 
-def fit_of_buffers(dtype: str, batches: int) -> dict[str, Tensor]:
-    model, names = learning(dtype)
-    la = KronLaplace(model, prior_precision=0.7)
-    la.fit(shard(loader_of(batches, DTYPES[dtype]), dist.group.WORLD), group=dist.group.WORLD)
-    return gradients(la, names)
-
-
-def fit_of_buffers_twice(dtype: str) -> dict[str, Tensor]:
+def fit_of_buffers(dtype: str, ends: list[int]) -> dict[str, Tensor]:
+    """The same data as parts that end there, each added to those before it."""
     model, names = learning(dtype)
     la, (x, y) = KronLaplace(model, prior_precision=0.7), data(DTYPES[dtype])
-    for part in (slice(0, 40), slice(40, SIZE)):
-        la.fit(
-            shard(TensorLoader(x[part], y[part], 10), dist.group.WORLD), override=not part.start, group=dist.group.WORLD
-        )
+    for begin, end in itertools.pairwise([0, *ends]):
+        part = shard(TensorLoader(x[begin:end], y[begin:end], 10), dist.group.WORLD)
+        la.fit(part, override=not begin, group=dist.group.WORLD)
     return gradients(la, names)
 
 
@@ -252,11 +234,6 @@ def gradient_of_amounts(batches: int, wrong: str = "") -> Tensor:
     return of_amounts(dist.group.WORLD, batches, wrong)
 
 
-def fit_on_one(dtype: str) -> dict[str, Any]:
-    """A loader's only batch, on rank 0."""
-    return fit("positions", dtype, 1, {})
-
-
 def fit_data_of_its_own(dtype: str) -> dict[str, Any]:
     """Every rank has a data set of its own."""
     x, y = data(DTYPES[dtype])
@@ -291,12 +268,8 @@ def count_fit(name: str, batches: int) -> dict[str, Any]:
     before = len(counted.calls)
     float(la.log_marginal_likelihood())
     la.effective_parameters()
-    return {
-        "calls": [list(c) for c in counted.calls],
-        "numbers": numbers,
-        "moments": len(moments),
-        "later": len(counted.calls) - before,
-    }
+    sizes = {"numbers": numbers, "moments": len(moments), "later": len(counted.calls) - before}
+    return {"calls": [list(c) for c in counted.calls], **sizes}
 
 
 def predictions() -> dict[str, Tensor]:
@@ -349,10 +322,6 @@ def exchange(size: int) -> list[Any]:
     return ranks.exchange({"rank": ranks.rank, "text": "x" * size})
 
 
-def pid() -> int:
-    return os.getpid()
-
-
 # training -------------------------------------------------------------------------------------------------------------
 
 
@@ -373,37 +342,19 @@ def training(dtype: str, group: Any, **options: Any) -> dict[str, Any]:
     else:
         loader = DataLoader(TensorDataset(x, y), 32, shuffle=True)
     evidence = None if options.pop("same_loader", False) else TensorLoader(x, y, 10)
-    trainer = MarglikTrainer(
-        model,
-        loader,
-        marglik_loader=evidence,
-        optimizer_kwargs={"lr": 0.01},
-        group=group,
-        **{
-            "n_epochs": 4,
-            "n_epochs_burnin": 1,
-            "marglik_frequency": 1,
-            "n_hypersteps": 3,
-            "progress_bar": False,
-            **options,
-        },
-    )
+    schedule = {"n_epochs": 4, "n_epochs_burnin": 1, "marglik_frequency": 1, "n_hypersteps": 3, "progress_bar": False}
+    schedule |= {"optimizer_kwargs": {"lr": 0.01}} | options
+    trainer = MarglikTrainer(model, loader, marglik_loader=evidence, group=group, **schedule)
     return described(trainer, trainer.run())
 
 
 def described(trainer: MarglikTrainer, la: KronLaplace) -> dict[str, Any]:
     """What tests compare of a training."""
-    return {
-        "losses": trainer.losses,
-        "margliks": trainer.margliks,
-        "accuracies": [one["accuracy"] for one in trainer.history],
-        "log_precision": la.prior_precision.log(),
-        "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
-        "buffers": torch.cat(
-            [b.detach().double().flatten() for b in trainer.model.buffers()] or [torch.zeros(1).double()]
-        ),
-        "sigma": float(la.sigma_noise),
-    }
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    buffers = [torch.zeros(1).double(), *(b.detach().double().flatten() for b in trainer.model.buffers())]
+    found = {"losses": trainer.losses, "margliks": trainer.margliks, "weights": weights, "buffers": torch.cat(buffers)}
+    found |= {"accuracies": [one["accuracy"] for one in trainer.history], "sigma": float(la.sigma_noise)}
+    return found | {"log_precision": la.prior_precision.log()}
 
 
 def train(dtype: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -454,21 +405,10 @@ def stoppable(checkpoint: str | None, group: Any, how: str = "") -> dict[str, An
 
     if how.startswith("saved"):
         os.replace = dying_replace
-    trainer = MarglikTrainer(
-        network(),
-        loader,
-        marglik_loader=TensorLoader(x, y, 10),
-        optimizer_kwargs={"lr": 0.01},
-        n_epochs=5,
-        n_epochs_burnin=1,
-        n_hypersteps=3,
-        progress_bar=False,
-        checkpoint=checkpoint,
-        on_evaluation=shown,
-        group=group,
-    )
-    la = trainer.run()
-    return described(trainer, la)
+    options = {"n_epochs": 5, "n_epochs_burnin": 1, "n_hypersteps": 3, "progress_bar": False, "checkpoint": checkpoint}
+    options |= {"marglik_loader": TensorLoader(x, y, 10), "optimizer_kwargs": {"lr": 0.01}, "on_evaluation": shown}
+    trainer = MarglikTrainer(network(), loader, group=group, **options)
+    return described(trainer, trainer.run())
 
 
 def train_stoppably(checkpoint: str, how: str = "", alone: bool = False) -> dict[str, Any]:
@@ -529,18 +469,19 @@ def train_wrongly(what: str, folder: str) -> None:
         options |= {"n_data": 2}
         loader = [(x[:2], y[:3])]  # of which the second rank's slices fit each other
     elif what == "nan, and fails":
-        model = FailsAgain(model, rank == 1)
+
+        def forward(m: nn.Module, x: Tensor) -> Tensor:  # fails when it sees numbers that are none a second time
+            m.seen += bool(x.isnan().any())
+            if rank == 1 and m.seen == 2:
+                raise OSError("it fails")
+            return m.model(x)
+
+        model = Function(forward, model=model, seen=0)
     elif what == "loader":
         loader = Broken(batches, rank)
-    MarglikTrainer(
-        model,
-        loader,
-        marglik_loader=None if what == "marglik_loader" and rank == 1 else TensorLoader(*data(), 10),
-        n_epochs=2,
-        progress_bar=False,
-        group=dist.group.WORLD,
-        **options,
-    ).run()
+    options |= {"n_epochs": 2, "progress_bar": False, "group": dist.group.WORLD}
+    evidence = None if what == "marglik_loader" and rank == 1 else TensorLoader(*data(), 10)
+    MarglikTrainer(model, loader, marglik_loader=evidence, **options).run()
 
 
 def train_alone(what: str, rank: int, folder: str) -> dict[str, Any]:
@@ -574,20 +515,6 @@ def part_ways(how: str) -> None:
     trainer.finish()
 
 
-class FailsAgain(nn.Module):
-    """Fails when it sees numbers that are none a second time."""
-
-    def __init__(self, model: nn.Module, fails: bool) -> None:
-        super().__init__()
-        self.model, self.fails, self.seen = model, fails, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += bool(x.isnan().any())
-        if self.fails and self.seen == 2:
-            raise OSError("it fails")
-        return self.model(x)
-
-
 class Broken:
     """A loader that raises on rank 1 in its second pass."""
 
@@ -615,11 +542,8 @@ def count_steps() -> dict[str, Any]:
     trainer.epoch()
     before = len(counted.calls)
     trainer.epoch()
-    return {
-        "calls": [list(c) for c in counted.calls[before:]],
-        "bytes": 4 * (sum(p.numel() for p in model.parameters()) + 5),
-        "steps": len(trainer._loaders[0]),
-    }
+    size = 4 * (sum(p.numel() for p in model.parameters()) + 5)
+    return {"calls": [list(c) for c in counted.calls[before:]], "bytes": size, "steps": len(trainer._loaders[0])}
 
 
 class Drifting(Learner):
@@ -652,16 +576,8 @@ def train_drifting(of_own_data: bool) -> list[float]:
     torch.manual_seed(5)
     (x, y), model = data(), network()
     model.register_buffer("drifting", torch.zeros(()))
-    trainer = MarglikTrainer(
-        model,
-        TensorLoader(x, y, 10),
-        n_epochs=3,
-        n_hypersteps=1,
-        progress_bar=False,
-        learn=[learner := Drifting(model, of_own_data)],
-        group=dist.group.WORLD,
-    )
-    trainer.run()
+    learner, options = Drifting(model, of_own_data), {"n_epochs": 3, "n_hypersteps": 1, "progress_bar": False}
+    MarglikTrainer(model, TensorLoader(x, y, 10), learn=[learner], group=dist.group.WORLD, **options).run()
     return [float(model.drifting), learner.moved]
 
 
@@ -758,14 +674,8 @@ def grid(folder: str, spread: str, changes: list[dict[str, Any]], how: str = "")
             raise OSError("the disk is full")
 
     try:
-        rows = grids.run_grid(
-            configs,
-            folder,
-            progress=False,
-            group=dist.group.WORLD if dist.is_initialized() else None,
-            spread=spread,
-            on_row=on_row,
-        )
+        group = dist.group.WORLD if dist.is_initialized() else None
+        rows = grids.run_grid(configs, folder, progress=False, group=group, spread=spread, on_row=on_row)
     finally:
         grids.run_one, results.save_pictures = real, drawn
     return {"rows": rows, "did": did, "seen": seen}

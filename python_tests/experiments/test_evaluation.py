@@ -168,16 +168,13 @@ def test_a_run_goes_on_to_the_same_predictions_and_may_be_asked_more(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"ood": "letters"},
-            "ood must be names out of digits, mnist, fashion-mnist, cifar10, cifar100, rotated, got 'letters'.",
-        ),
+        ({"ood": "letters"}, "ood must be names out of digits, mnist, fashion-mnist, cifar10, cifar100, rotated, got 'letters'."),
         ({"ood": "mnist+digits"}, "ood must name other data than the run's own, digits; got 'digits+mnist'."),
         ({"task": "quadrant", "ood": "rotated"}, "ood must be without rotated for the task quadrant, whose labels say"),
         ({"ood": None}, "ood must be a string, got None."),
         ({"ood_size": 0}, "ood_size must be at least 1, got 0."),
     ],
-)
+)  # fmt: skip
 def test_what_a_run_cannot_be_asked(change, words):
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         dataclasses.replace(small(), **change)
@@ -200,10 +197,8 @@ def test_other_data_that_do_not_fit_are_refused_before_anything_is_written(data_
     assert cli.main(["train", "--task", "quadrant", "--ood", "rotated"]) == 2
     tasks = "plain or digit or rotated or rotated-90 or translated or translated-8of14 or scaled"
     assert f"do not say where things are: --task {tasks}." in capsys.readouterr().err
-    assert (
-        cli.main([*TINY, "--ood-size", "5"]) == 2
-        and "--ood-size: of the data that --ood names" in capsys.readouterr().err
-    )
+    assert cli.main([*TINY, "--ood-size", "5"]) == 2
+    assert "--ood-size: of the data that --ood names" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 
@@ -216,10 +211,8 @@ def test_the_command_asks_and_its_files_answer(data_dir, tmp_path, capsys):
     assert (folder / "table.txt").read_text().strip() in shown
     kinds = ("turned images: ", "  digits, plain, CONV, MAP, softmax", "  digits, plain, CONV, MAP, predictive")
     lines = [line.split() for line in shown.splitlines() if line.startswith(kinds)]
-    assert lines[0][-13:] == [f"{d}\u00b0" for d in range(0, 181, 15)] and [line[-14] for line in lines[1:3]] == [
-        "softmax",
-        "predictive",
-    ]
+    assert lines[0][-13:] == [f"{d}\u00b0" for d in range(0, 181, 15)]
+    assert [line[-14] for line in lines[1:3]] == ["softmax", "predictive"]
     (row,) = json.loads((folder / "summary.json").read_text())
     assert lines[2][-13:] == [f"{r['accuracy']:.2f}" for r in row["rotations"]["predictive"]]
     assert lines[4][-13:] == [f"{r['nll']:.3f}" for r in row["rotations"]["plugin"]]

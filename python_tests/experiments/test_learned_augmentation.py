@@ -53,10 +53,8 @@ def test_amounts_are_in_rows_tables_pictures_and_inspect(tmp_path, capsys):
     assert line.strip() in (folder / "table.txt").read_text()
     with (folder / "summary.csv").open() as file:
         cells = list(csv.DictReader(file))
-    assert (
-        float(cells[1]["augmentation rotation"]) == row["augmentation"]["rotation"]
-        and not cells[0]["augmentation shear"]
-    )
+    assert float(cells[1]["augmentation rotation"]) == row["augmentation"]["rotation"]
+    assert not cells[0]["augmentation shear"]
     run = folder / row["run"]
     for name in ("amounts", "samples", "filters", "precisions"):
         assert {p.suffix for p in run.glob(f"{name}.*")} >= {".png", ".svg"}
@@ -118,11 +116,8 @@ def test_other_layers_and_several_words_are_runs_of_their_own(tmp_path):
     options += ["--learn", "none", "augmentation"]
     assert cli.main(["train", *OPTIONS, *options, "--epochs", "2", "--burn-in", "0", "--out", str(folder)]) == 0
     rows = json.loads((folder / "summary.json").read_text())
-    assert [(r["objective"], r["learn"], "augmentation" in r) for r in rows] == [
-        ("map", "", False),
-        ("evidence", "", False),
-        ("evidence", "augmentation", True),
-    ]
+    expected = [("map", "", False), ("evidence", "", False), ("evidence", "augmentation", True)]
+    assert [(r["objective"], r["learn"], "augmentation" in r) for r in rows] == expected
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
+
+
+class Function(nn.Module):
+    """A network of layers and parameters by name, and a function of it and its inputs."""
+
+    def __init__(self, function: Callable[..., Tensor], /, **parts: object) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._function = function
+
+    def forward(self, *inputs: Tensor, **named: object) -> Tensor:
+        return self._function(self, *inputs, **named)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal float64 numbers, the same in every call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def randomised(model: nn.Module, std: float = 0.5) -> nn.Module:

@@ -178,9 +178,8 @@ def attention(layer: nn.Module, arguments: Sequence[Tensor], gradient: Tensor) -
     """Multi-head attention written out: its projections are linear layers."""
     e, heads = layer.embed_dim, layer.num_heads
     packed = layer.in_proj_weight is not None
-    weights = (
-        layer.in_proj_weight.chunk(3) if packed else (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-    )
+    apart = layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
+    weights = layer.in_proj_weight.chunk(3) if packed else apart
     shifts = (0, 0, 0) if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
     inputs = [x.detach() for x in arguments]
     inner = [(x @ w.T + s).detach().requires_grad_() for x, w, s in zip(inputs, weights, shifts, strict=True)]

@@ -13,12 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ella_cuda import nn as ella_nn
 from ella_cuda.laplace import FactorShape, Rule, register
-from python_tests.laplace.checks import randomised
-
-
-class EverySecond(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, :, ::2, ::2]
+from python_tests.laplace.checks import Function, randomised
 
 
 class Scaled(nn.Module):
@@ -43,7 +38,8 @@ class ScaledRule(Rule):
         self.kept = x
 
     def outputs(self, gradient: Tensor) -> None:
-        self.factors["weight"].output_moment.add((gradient * self.kept).flatten(0, 1)[:, None])
+        rows = (gradient * self.kept).reshape(*gradient.shape[:2], -1, 4).sum(2)
+        self.factors["weight"].output_moment.add(rows.flatten(0, 1)[:, None])
 
 
 class Unservable(Scaled):
@@ -56,65 +52,68 @@ class Unservable(Scaled):
 register(Unservable)(ScaledRule)
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """A layer called twice, on two scales, and a head."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Linear(2, 3)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        x = torch.tanh(m.norm(m.conv(x)))
+        return m.head(torch.tanh(m.norm(m.conv(F.avg_pool2d(x, 2)))).mean((2, 3)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.norm(self.conv(x)))
-        return self.head(torch.tanh(self.norm(self.conv(F.avg_pool2d(x, 2)))).mean((2, 3)))
+    return Function(forward, conv=nn.Conv2d(2, 2, 3, padding=1), norm=nn.BatchNorm2d(2), head=nn.Linear(2, 3))
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """An embedding whose transpose is the output layer, and positions that no rule knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.inner, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6)
-        self.head.weight = self.embed.weight
-        self.places = nn.Parameter(torch.zeros(1, 3, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(self.embed(x) + self.places)).mean(1))
+    layers = {"embed": nn.Embedding(6, 4), "inner": nn.Linear(4, 4), "head": nn.Linear(4, 6)}
+    layers["head"].weight = layers["embed"].weight
+    places = nn.Parameter(torch.zeros(1, 3, 4))
+    return Function(lambda m, x: m.head(torch.tanh(m.inner(m.embed(x) + m.places)).mean(1)), **layers, places=places)
 
 
-class Attending(nn.Module):
+def attending() -> nn.Module:
     """Self-attention, and a query that attends to it."""
 
-    def __init__(self, batch_first: bool = True) -> None:
-        super().__init__()
-        self.own = nn.MultiheadAttention(4, 2, batch_first=batch_first)
-        self.other = nn.MultiheadAttention(4, 2, batch_first=True, kdim=4, vdim=4)
-        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
-        self.batch_first = batch_first
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
         x = torch.tanh(x)
-        z = x if self.batch_first else x.transpose(0, 1)
-        z = self.own(z, z, z)[0]
-        z = self.norm(z if self.batch_first else z.transpose(0, 1))
-        return self.head(self.other(z[:, :1], z, z)[0][:, 0])
+        z = m.norm(m.own(x, x, x)[0])
+        return m.head(m.other(z[:, :1], z, z)[0][:, 0])
+
+    own = nn.MultiheadAttention(4, 2, batch_first=True)
+    other = nn.MultiheadAttention(4, 2, batch_first=True, kdim=4, vdim=4)
+    return Function(forward, own=own, other=other, norm=nn.LayerNorm(4), head=nn.Linear(4, 3))
 
 
-class Folded(nn.Module):
+def folded() -> nn.Module:
     """Positions folded into the batch, a linear layer used by a function alone, and a checkpoint."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.second, self.head = (
-            nn.Linear(4, 5),
-            nn.LayerNorm(5),
-            nn.Linear(5, 3),
-            nn.Linear(9, 2),
-        )
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        inner = m.norm(m.first(x.flatten(0, 1)))
+        linear = F.linear(torch.tanh(inner.unflatten(0, x.shape[:2])), m.second.weight, m.second.bias)
+        return m.head(checkpoint(torch.tanh, linear, use_reentrant=False).flatten(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        folded = self.norm(self.first(x.flatten(0, 1)))
-        linear = F.linear(torch.tanh(folded.unflatten(0, x.shape[:2])), self.second.weight, self.second.bias)
-        return self.head(checkpoint(torch.tanh, linear, use_reentrant=False).flatten(1))
+    layers = {"first": nn.Linear(4, 5), "norm": nn.LayerNorm(5), "second": nn.Linear(5, 3), "head": nn.Linear(9, 2)}
+    return Function(forward, **layers)
+
+
+def distances() -> nn.Module:
+    """A function of which torch.func.vmap has wrong gradients, in a layer of a user's too."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        z = m.own(m.first(x))
+        return m.head(torch.cdist(z, z).sum(2))
+
+    return Function(forward, first=nn.Linear(4, 3), own=OwnDistances(), head=nn.Linear(3, 2))
+
+
+def bags() -> nn.Module:
+    """Bags of words and their order, with padding."""
+    bag, words = nn.EmbeddingBag(6, 3, mode="mean", padding_idx=0), nn.Embedding(6, 3, padding_idx=0)
+    head = nn.Linear(3, 2)
+    return Function(lambda m, x: m.head(torch.tanh(m.bag(x) + m.words(x).sum(1))), bag=bag, words=words, head=head)
+
+
+def every_second() -> nn.Module:
+    return Function(lambda m, x: x[:, :, ::2, ::2])
 
 
 class OwnTanh(nn.Module):
@@ -136,18 +135,6 @@ class OwnTanh(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._Function.apply(x)
-
-
-class Distances(nn.Module):
-    """A function of which torch.func.vmap has wrong gradients, in a layer of a user's too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.own, self.head = nn.Linear(4, 3), OwnDistances(), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.own(self.first(x))
-        return self.head(torch.cdist(z, z).sum(2))
 
 
 class OwnDistances(nn.Module):
@@ -173,18 +160,6 @@ class OwnDistancesRule(Rule):
 
     def outputs(self, gradient: Tensor) -> None:
         self.factors["points"].output_moment.add(gradient.flatten(0, 2)[:, None])
-
-
-class Bags(nn.Module):
-    """Bags of words and their order, with padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(6, 3, mode="mean", padding_idx=0)
-        self.words, self.head = nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.bag(x) + self.words(x).sum(1)))
 
 
 def _images(*layers: nn.Module, channels: int) -> Callable[[], nn.Module]:
@@ -218,9 +193,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, 3, padding=1),
             nn.ReLU(),
-            EverySecond(),
+            every_second(),
             nn.Conv2d(4, 3, 3, padding=1),
-            EverySecond(),
+            every_second(),
             nn.ZeroPad2d(1),
             nn.Conv2d(3, 3, 3),
             nn.ReLU(),
@@ -231,31 +206,20 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         _real(2, 8, 8),
     ),
     "our conv": (
-        _images(
-            ella_nn.CircularConv2d(2, 3, 3),
-            nn.Tanh(),
-            ella_nn.StridedCircularConv2d(3, 4, 3),
-            ella_nn.SparseConv2d(4, 3),
-            channels=3,
-        ),
+        _images(ella_nn.CircularConv2d(2, 3, 3), nn.Tanh(), ella_nn.StridedCircularConv2d(3, 4, 3), ella_nn.SparseConv2d(4, 3), channels=3),
         _real(2, 8, 8),
     ),
     "factored": (
-        _images(
-            ella_nn.FactoredLinear2d(2, 3, 8, 4),
-            nn.Tanh(),
-            ella_nn.SparseFactoredLinear2d(3, 2, 4, 4, num_anchors=5),
-            channels=2,
-        ),
+        _images(ella_nn.FactoredLinear2d(2, 3, 8, 4), nn.Tanh(), ella_nn.SparseFactoredLinear2d(3, 2, 4, 4, num_anchors=5), channels=2),
         _real(2, 8, 8),
     ),
-    "twice": (Twice, _real(2, 8, 8)),
-    "tied": (Tied, _words),
-    "attention": (Attending, _real(3, 4)),
-    "bags": (Bags, _words),
-    "folded": (Folded, _real(3, 4)),
-    "distances": (Distances, _real(3, 4)),
-}
+    "twice": (twice, _real(2, 8, 8)),
+    "tied": (tied, _words),
+    "attention": (attending, _real(3, 4)),
+    "bags": (bags, _words),
+    "folded": (folded, _real(3, 4)),
+    "distances": (distances, _real(3, 4)),
+}  # fmt: skip
 
 
 def network(name: str) -> tuple[nn.Module, Tensor]:

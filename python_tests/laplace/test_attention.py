@@ -67,21 +67,13 @@ def test_whatever_the_call_asks_for(settings, budget, data, dense_ggn):
     assert_exact(la, dense_ggn(model, *data))
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.attention(x, x, x)[0]
-        return self.head(self.attention(h, x, x)[0].mean(1))
-
-
 def test_calls_with_one_input_and_with_several_are_refused(data):
-    with pytest.raises(
-        ValueError, match=r"'attention' \(MultiheadAttention\).*have a part of 'in_proj_weight' in common"
-    ):
-        KronLaplace(Mixed().double()).fit([data])
+    def forward(m, x):
+        return m.head(m.attention(m.attention(x, x, x)[0], x, x)[0].mean(1))
+
+    layers = {"attention": nn.MultiheadAttention(WIDTH, 2, batch_first=True), "head": nn.Linear(WIDTH, CLASSES)}
+    with pytest.raises(ValueError, match=r"'attention' \(MultiheadAttention\).*a part of 'in_proj_weight' in common"):
+        KronLaplace(checks.Function(forward, **layers).double()).fit([data])
 
 
 def test_biases_of_keys_and_values_are_unknown(data, dense_ggn):
@@ -96,36 +88,30 @@ def test_biases_of_keys_and_values_are_unknown(data, dense_ggn):
         torch.testing.assert_close(found, dense[name].diagonal(), rtol=1e-9, atol=1e-12)
 
 
-class Encoder(nn.Module):
-    def __init__(self, **kwargs: object) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 6, batch_first=True, **kwargs)
-        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x).mean(1))
+def encoder(**kwargs: object) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 6, batch_first=True, **kwargs)
+    layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+    return checks.Function(lambda m, x: m.head(m.layers(x).mean(1)), layers=layers, head=nn.Linear(WIDTH, CLASSES))
 
 
-class WithDecoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer = nn.Transformer(WIDTH, 2, 1, 1, 6, batch_first=True, activation="gelu")
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.transformer(x, x[:, :3].sin()).mean(1))
+def with_decoder() -> nn.Module:
+    both = nn.Transformer(WIDTH, 2, 1, 1, 6, batch_first=True, activation="gelu")
+    head = nn.Linear(WIDTH, CLASSES)
+    return checks.Function(lambda m, x: m.head(m.both(x, x[:, :3].sin()).mean(1)), both=both, head=head)
 
 
 @pytest.mark.parametrize(
     "build",
-    [Encoder, lambda: Encoder(norm_first=True, activation="gelu"), WithDecoder],
+    [encoder, lambda: encoder(norm_first=True, activation="gelu"), with_decoder],
     ids=["encoder", "norm first", "encoder and decoder"],
 )
 def test_transformers(build, data, dense_ggn):
-    model = checks.randomised(build())
+    model, seen = checks.randomised(build()), []
     fastpath, before = torch.backends.mha.get_fastpath_enabled(), copy.deepcopy(model.state_dict())
+    hook = model.head.register_forward_hook(lambda *_: seen.append(torch.backends.mha.get_fastpath_enabled()))
     la = KronLaplace(model).fit([data])
+    hook.remove()
+    assert fastpath and seen and not any(seen)
     assert la.parameter_names == [name for name, _ in model.named_parameters()]
     assert_exact(la, dense_ggn(model, *data))
     assert len(exact_blocks(la)) > 8 and la.log_marginal_likelihood().isfinite()
@@ -133,13 +119,6 @@ def test_transformers(build, data, dense_ggn):
     assert all("forward" not in vars(module) for module in model.modules())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
-
-
-def test_the_fast_path_is_off_during_a_fit(data):
-    model, seen = checks.randomised(Encoder()), []
-    model.head.register_forward_hook(lambda *_: seen.append(torch.backends.mha.get_fastpath_enabled()))
-    KronLaplace(model).fit([data])
-    assert seen and not any(seen)
 
 
 def test_a_failing_forward_leaves_the_model_as_it_was(data):
@@ -150,16 +129,11 @@ def test_a_failing_forward_leaves_the_model_as_it_was(data):
 
 
 def test_sequences_without_a_batch_are_refused():
-    class Alone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.head = nn.MultiheadAttention(WIDTH, 2), nn.Linear(WIDTH, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:  # images attend to each other
-            return self.head(self.attention(x, x, x)[0])
-
+    """Images attend to each other."""
+    layers = {"attention": nn.MultiheadAttention(WIDTH, 2), "head": nn.Linear(WIDTH, CLASSES)}
+    alone = checks.Function(lambda m, x: m.head(m.attention(x, x, x)[0]), **layers)
     with pytest.raises(ValueError, match="a third is in the batch"):
-        KronLaplace(Alone()).fit([(torch.randn(4, WIDTH), torch.tensor([0, 1, 2, 0]))])
+        KronLaplace(alone).fit([(torch.randn(4, WIDTH), torch.tensor([0, 1, 2, 0]))])
 
 
 def test_the_exact_evidence_of_attention_is_a_fits(data):

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment, AveragedFunction
-from ella_cuda.laplace import FullLaplace, KronLaplace, Rule, TangentModel, register
+from ella_cuda.laplace import FullLaplace, KronLaplace, TangentModel
 from ella_cuda.laplace.factors import with_checksum
 from ella_cuda.nn import FactoredLinear2d, GroupConv2d, GroupLift, SparseConv2d, SparseFactoredLinear2d
+from python_tests.laplace.checks import Function, assert_same_factors
+from python_tests.laplace.jacobians import Scaled
 
 SIZE, CLASSES, COPIES = 6, 3, 4
 
@@ -27,41 +29,32 @@ class Same(nn.Module):
         return x[:, None].expand(-1, self.n_samples, *x.shape[1:])
 
 
-class Scaled(nn.Module):
-    """FixUp's scalars, which no rule knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x + self.bias
-
-
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """One layer on two parts of the image, and a layer of two inputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.bilinear = nn.Linear(SIZE * SIZE // 2, 4), nn.Bilinear(4, 4, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
         one, two = x.flatten(1).chunk(2, 1)
-        return self.bilinear(torch.tanh(self.linear(one)), torch.tanh(self.linear(two)))
+        return m.bilinear(torch.tanh(m.linear(one)), torch.tanh(m.linear(two)))
+
+    return Function(forward, linear=nn.Linear(SIZE * SIZE // 2, 4), bilinear=nn.Bilinear(4, 4, CLASSES))
 
 
-class Sequence(nn.Module):
+def sequence() -> nn.Module:
     """Rows of the image as a sequence: attention, a norm and a layer with positions, and one with the batch second."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(SIZE, 2, batch_first=True)
-        self.norm, self.mixed, self.head = nn.LayerNorm(SIZE), nn.Linear(SIZE, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
         x = x[:, 0]
-        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
-        return self.head(torch.tanh(self.mixed(x.transpose(0, 1))).mean(0))
+        x = m.norm(x + m.attention(x, x, x, need_weights=False)[0])
+        return m.head(torch.tanh(m.mixed(x.transpose(0, 1))).mean(0))
+
+    attention, norm = nn.MultiheadAttention(SIZE, 2, batch_first=True), nn.LayerNorm(SIZE)
+    return Function(forward, attention=attention, norm=norm, mixed=nn.Linear(SIZE, 4), head=nn.Linear(4, CLASSES))
+
+
+def scaled() -> nn.Module:
+    """FixUp's scalars, which no rule knows."""
+    scale, bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+    return Function(lambda m, x: m.scale * x + m.bias, scale=scale, bias=bias)
 
 
 def head(channels: int, size: int = SIZE) -> list[nn.Module]:
@@ -84,9 +77,9 @@ NETWORKS = {
         SparseFactoredLinear2d(1, 2, SIZE, SIZE), nn.Tanh(), SparseConv2d(2, 2), nn.Tanh(), *head(2)
     ),
     "group": lambda: nn.Sequential(GroupLift(), GroupConv2d(1, 2), nn.Tanh(), *head(8)),
-    "fixup": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), Scaled(), nn.Tanh(), *head(2, 4)),
-    "twice": Twice,
-    "sequence": Sequence,
+    "fixup": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), scaled(), nn.Tanh(), *head(2, 4)),
+    "twice": twice,
+    "sequence": sequence,
 }  # fmt: skip
 
 
@@ -107,12 +100,6 @@ def data(n: int = 9) -> tuple[Tensor, Tensor]:
 
 def averaged(name: str, sampling: str = "shared", copies: int = COPIES) -> AveragedFunction:
     return AveragedFunction(network(name), AffineAugment(copies, init=0.3, sampling=sampling, dtype=torch.float64))
-
-
-def assert_same_factors(one: KronLaplace, other: KronLaplace) -> None:
-    for factor, expected in zip(one.factors.values(), other.factors.values(), strict=True):
-        torch.testing.assert_close(factor.inputs, expected.inputs, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(factor.outputs, expected.outputs, rtol=1e-9, atol=1e-12)
 
 
 def test_one_copy_is_a_data_point():
@@ -139,9 +126,7 @@ def test_draws_are_the_fits_and_saved(tmp_path):
         own = {key: value for key, value in plain.state_dict().items() if key != "checksum"}
         plain.load_state_dict(with_checksum({**own, "draws": la.state_dict()["draws"]}))
     fewer = KronLaplace(averaged("conv", copies=COPIES - 1))
-    with pytest.raises(
-        ValueError, match=r"augmentation's, \(1, 3, 6\) of torch.float64, got \(1, 4, 6\) of torch.float64"
-    ):
+    with pytest.raises(ValueError, match=r"\(1, 3, 6\) of torch.float64, got \(1, 4, 6\) of torch.float64"):
         fewer.load_state_dict(la.state_dict())
     independent = KronLaplace(averaged("conv", "independent")).fit([(x, y)])
     assert independent.state_dict()["draws"] is None and not torch.equal(independent(x), independent(x))
@@ -151,10 +136,8 @@ def test_batches_parts_and_the_linear_mode_average_over_the_same_draws():
     x, y = data()
     model = averaged("conv")
     with model.augment.held():
-        whole, parts = (
-            KronLaplace(model).fit([(x, y)]),
-            KronLaplace(model, memory_budget=1).fit(list(zip(x.split(2), y.split(2), strict=True))),
-        )
+        whole = KronLaplace(model).fit([(x, y)])
+        parts = KronLaplace(model, memory_budget=1).fit(list(zip(x.split(2), y.split(2), strict=True)))
     assert_same_factors(parts, whole)
     whole.fit_linear_mode([(x, y)])
     outputs = TangentModel(model)(whole.linear_mode, (x, whole.state_dict()["draws"].expand(len(x), -1, -1)))
@@ -214,30 +197,9 @@ def test_a_compiled_average_is_told_where_to_compile():
 
 
 def test_a_rule_of_ones_own_must_promise():
-    class Times(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(SIZE * SIZE))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.flatten(1) * self.weight
-
-    @register(Times)
-    class TimesRule(Rule):
-        def shapes(self):
-            from ella_cuda.laplace import FactorShape
-
-            return {"weight": FactorShape.bias(SIZE * SIZE)}
-
-        def inputs(self, x: Tensor) -> None:
-            self.kept = x.flatten(1)
-
-        def outputs(self, gradient: Tensor) -> None:
-            self.factors["weight"].output_moment.add((gradient * self.kept).flatten(0, 1)[:, None])
-
-    model = AveragedFunction(nn.Sequential(Times(), nn.Linear(SIZE * SIZE, CLASSES)).double(), Same(2))
-    with pytest.raises(ValueError, match="TimesRule does not serve an AveragedFunction"):
-        KronLaplace(model)
+    layers = nn.Flatten(), nn.Linear(SIZE * SIZE, 4), Scaled(), nn.Linear(4, CLASSES)
+    with pytest.raises(ValueError, match="ScaledRule does not serve an AveragedFunction"):
+        KronLaplace(AveragedFunction(nn.Sequential(*layers).double(), Same(2)))
 
 
 # chunks of copies ----------------------------------------------------------------------------------------------------
@@ -316,7 +278,7 @@ def test_chunks_of_copies_give_the_data_fits_gradient():
 
 def test_chunks_of_copies_at_the_linear_mode():
     x, y = data(3)
-    model = many("conv")
+    model = many("mlp")
     with model.augment.held():
         whole, parts = (KronLaplace(model, memory_budget=budget).fit([(x, y)]) for budget in (1 << 30, 1))
     for la in (whole, parts):
@@ -340,9 +302,7 @@ def test_copies_that_cannot_be_split_go_together_and_a_warning_says_so(kind):
     model, seen = kind(network("fixup"), augment), []
     words = r"a Same is no ella_cuda.augment.Augment" if same else "a subclass or another forward"
     with nullcontext() if same else augment.held():
-        with pytest.warns(
-            UserWarning, match=rf"all {MANY} copies of a data point go through the network together.*{words}"
-        ):
+        with pytest.warns(UserWarning, match=rf"all {MANY} copies of a data point go .* together.*{words}"):
             parts = in_chunks(model, [(x, y)], seen)
         assert_equal_factors(parts, KronLaplace(model).fit([(x, y)]))
     assert 2 * MANY in seen
@@ -373,29 +333,22 @@ def test_copies_that_depend_on_others_go_together(kind):
     assert 2 * MANY in seen
 
 
-class Wavering(nn.Module):
-    """A layer that is called twice for so many copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head, self.twice = nn.Conv2d(1, 2, 1), nn.Linear(2, CLASSES), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv(x) + self.conv(x.tanh()) if len(x) == self.twice else self.conv(x)
-        return self.head(h.tanh().mean((2, 3)))
-
-
 @pytest.mark.parametrize("chunk", [-1, -2])  # the last one alone, and all others
 def test_a_networks_way_must_be_the_same_for_all_chunks(chunk):
+    """A layer is called twice for so many copies."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.conv(x) + m.conv(x.tanh()) if len(x) == m.twice else m.conv(x)
+        return m.head(h.tanh().mean((2, 3)))
+
     x, y = data(1)
-    model = AveragedFunction(Wavering().double(), AffineAugment(MANY, sampling="shared", dtype=torch.float64))
+    wavering = Function(forward, conv=nn.Conv2d(1, 2, 1), head=nn.Linear(2, CLASSES), twice=0).double()
+    model = AveragedFunction(wavering, AffineAugment(MANY, sampling="shared", dtype=torch.float64))
     sizes: list[int] = []
     in_chunks(model, [(x, y)], sizes)
-    model.network.twice = sizes[chunk]
+    wavering.twice = sizes[chunk]
     assert sizes[-1] != sizes[-2]
-    with pytest.raises(
-        ValueError, match=r"'network.conv' \(Conv2d\) was called another number of times.*larger memory_budget"
-    ):
+    with pytest.raises(ValueError, match=r"'network.conv' \(Conv2d\).* another number of times.*larger memory_budget"):
         in_chunks(model, [(x, y)])
 
 

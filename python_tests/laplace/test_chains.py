@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace import chains
 from ella_cuda.laplace.chains import Elementwise, Layer, Pooled
+from python_tests.laplace.checks import drawn
 
 N, COPIES, COLUMNS = 2, 3, 2
 
@@ -22,10 +23,6 @@ CONVOLUTIONS = [  # channels, kernel, stride, padding, dilation, groups
     (16, 18, 2, 2, 1, 1, 1),
     (16, 32, 3, 1, 1, 1, 2),
 ]
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def assert_links(found: Tensor, expected: Tensor) -> None:
@@ -42,18 +39,16 @@ def gradient(function, x: Tensor, g: Tensor, graph: bool = False) -> Tensor:
 def test_convolutions(sides):
     into, outs, kernel, stride, padding, dilation, groups = sides
     m = nn.Conv2d(into, outs, kernel, stride, padding, dilation, groups).double()
-    x = randn(N, COPIES, into, 7, 6, seed=0).requires_grad_()
+    x = drawn(N, COPIES, into, 7, 6, seed=0).requires_grad_()
     with torch.no_grad():
         link = Layer(m, x)
-        g, t = randn(COLUMNS, *link.out.shape, seed=1), randn(COLUMNS, N, 1, into, 7, 6, seed=2)
+        g, t = drawn(COLUMNS, *link.out.shape, seed=1), drawn(COLUMNS, N, 1, into, 7, 6, seed=2)
         back, summed, along = link.back(g), link.back_summed(g), link.along(t)
     assert_links(link.out.flatten(0, 1), m(x.flatten(0, 1)))
     for k in range(COLUMNS):
         assert_links(back[k], gradient(m, x, g[k]))
-        tangents = t[k].expand(-1, COPIES, -1, -1, -1).flatten(0, 1)
-        assert_links(
-            along[k].flatten(0, 1), F.conv2d(tangents, m.weight, None, m.stride, m.padding, m.dilation, m.groups)
-        )
+        moved = t[k].expand(-1, COPIES, -1, -1, -1).flatten(0, 1)
+        assert_links(along[k].flatten(0, 1), F.conv2d(moved, m.weight, None, m.stride, m.padding, m.dilation, m.groups))
     assert_links(summed, back.sum(2))
 
 
@@ -61,10 +56,10 @@ def test_convolutions(sides):
 @pytest.mark.parametrize("alike", [True, False])
 def test_linear_layers(tokens, alike):
     m = nn.Linear(5, 4).double()
-    x = randn(N, COPIES, *tokens, 5, seed=0).requires_grad_()
+    x = drawn(N, COPIES, *tokens, 5, seed=0).requires_grad_()
     with torch.no_grad():
         link = Layer(m, x)
-        g = randn(COLUMNS, N, 1 if alike else COPIES, *tokens, 4, seed=1).expand(-1, -1, COPIES, *tokens, 4)
+        g = drawn(COLUMNS, N, 1 if alike else COPIES, *tokens, 4, seed=1).expand(-1, -1, COPIES, *tokens, 4)
         back = link.back(g)
     assert back.shape == (COLUMNS, *x.shape)
     for k in range(COLUMNS):
@@ -88,10 +83,10 @@ def test_positions_as_channels(sides, size, with_avx512, with_avx2, capability, 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     into, outs, kernel, padding, dilation = sides
     m = nn.Conv2d(into, outs, kernel, 1, padding, dilation)
-    x = randn(N, COPIES, into, *size, seed=0)
+    x = drawn(N, COPIES, into, *size, seed=0)
     with torch.no_grad():
         link = Layer(m, x.float())
-        g = randn(COLUMNS, *link.out.shape, seed=1)
+        g = drawn(COLUMNS, *link.out.shape, seed=1)
         back = link.back(g.float())
     phases = chains._phases(m, size, g.float())
     assert phases == {"AVX512": with_avx512, "AVX2": with_avx2, "DEFAULT": (1, 1)}[capability]
@@ -102,7 +97,7 @@ def test_positions_as_channels(sides, size, with_avx512, with_avx2, capability, 
 
 def smooth(pool: nn.Module | None, function: nn.Module, link: Elementwise | Pooled, x: Tensor) -> None:
     """A link's derivatives, both of them, beside autograd's."""
-    g, t = randn(COLUMNS, *link.out.shape, seed=1), randn(COLUMNS, *x.shape, seed=2)
+    g, t = drawn(COLUMNS, *link.out.shape, seed=1), drawn(COLUMNS, *x.shape, seed=2)
 
     def both(rows: Tensor) -> Tensor:
         return function(rows) if pool is None else pool(function(rows))
@@ -123,12 +118,10 @@ def smooth(pool: nn.Module | None, function: nn.Module, link: Elementwise | Pool
 
 
 @pytest.mark.parametrize("pool", [None, ((2,), {}), ((3, 2), {"padding": 1}), (((2, 3), (1, 4)), {"dilation": (2, 1)})])
-@pytest.mark.parametrize(
-    "function", [None, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish]
-)
+@pytest.mark.parametrize("function", [None, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish])  # fmt: skip
 def test_functions_and_pools_behind(function, pool):
     """At values of which many are equal, and zero: what counts is the first one, as torch has it."""
-    x = randn(N, COPIES, 2, 7, 8, seed=0).mul(2).round().requires_grad_()
+    x = drawn(N, COPIES, 2, 7, 8, seed=0).mul(2).round().requires_grad_()
     pool = None if pool is None else nn.MaxPool2d(*pool[0], **pool[1])
     module = nn.ReLU() if function is None and pool is None else function and function()
     link = Elementwise(module, x.detach()) if pool is None else Pooled(pool, x.detach(), module)
@@ -137,7 +130,7 @@ def test_functions_and_pools_behind(function, pool):
 
 def test_pools_are_where_the_values_are():
     """Whatever device torch makes tensors on."""
-    x = randn(N, COPIES, 2, 7, 8, seed=0)
+    x = drawn(N, COPIES, 2, 7, 8, seed=0)
     with torch.device("meta"):
         link = Pooled(nn.MaxPool2d(2), x, nn.Tanh())
     assert_links(link.out.flatten(0, 1), F.max_pool2d(x.flatten(0, 1).tanh(), 2))

@@ -181,16 +181,8 @@ def in_place(self, outputs, targets):
 
 HESSIAN = r"is not the Hessian of -log_prob"
 WRONG = {
-    "twice the second derivative": (
-        of(Exponential, second_derivative=doubled(Exponential)),
-        "second_derivative",
-        HESSIAN,
-    ),
-    "sign of the second derivative": (
-        of(Exponential, second_derivative=lambda self, f, y: -f.exp() * y),
-        "second_derivative",
-        HESSIAN,
-    ),
+    "twice the second derivative": (of(Exponential, second_derivative=doubled(Exponential)), "second_derivative", HESSIAN),
+    "sign of the second derivative": (of(Exponential, second_derivative=lambda self, f, y: -f.exp() * y), "second_derivative", HESSIAN),
     "sign of log_prob": (of(Exponential, log_prob=lambda self, f, y: f.exp() * y - f), "second_derivative", HESSIAN),
     "mean over data": (
         of(Exponential, log_prob=lambda self, f, y: Exponential.log_prob(self, f, y).mean(0)),
@@ -202,32 +194,20 @@ WRONG = {
         "second_derivative",
         HESSIAN,
     ),
-    "Fisher of a Student's t": (
-        of(StudentT, second_derivative=lambda self, f, y: torch.full_like(f, 4 / 6)),
-        "second_derivative",
-        HESSIAN,
-    ),
+    "Fisher of a Student's t": (of(StudentT, second_derivative=lambda self, f, y: torch.full_like(f, 4 / 6)), "second_derivative", HESSIAN),
     "coupled outputs": (
         of(Noisy, log_prob=lambda self, f, y: -0.5 * ((f - y).square() + (f - y).flip(1) * (f - y))),
         "second_derivative",
         HESSIAN,
     ),
     "second derivative in place": (of(Exponential, second_derivative=in_place), "second_derivative", "in place"),
-    "targets in place": (
-        of(Exponential, log_prob=lambda self, f, y: Exponential.log_prob(self, f, y.add_(1))),
-        "log_prob",
-        "in place",
-    ),
+    "targets in place": (of(Exponential, log_prob=lambda self, f, y: Exponential.log_prob(self, f, y.add_(1))), "log_prob", "in place"),
     "shape of the second derivative": (
         of(Exponential, second_derivative=lambda self, f, y: (f.exp() * y).sum(1)),
         "second_derivative",
         r"expected the outputs' shape \(3, 2\), got \(3,\)",
     ),
-    "no gradient": (
-        of(Exponential, log_prob=lambda self, f, y: Exponential.log_prob(self, f.detach(), y)),
-        "log_prob",
-        "no gradient",
-    ),
+    "no gradient": (of(Exponential, log_prob=lambda self, f, y: Exponential.log_prob(self, f.detach(), y)), "log_prob", "no gradient"),
     "infinite gradient": (
         of(Exponential, log_prob=lambda self, f, y: Exponential.log_prob(self, f, y) + (f - f.detach()).abs().sqrt()),
         "log_prob",
@@ -244,22 +224,14 @@ WRONG = {
         "loss",
         "mean of -log_prob over the data points",
     ),
-    "loss without sigma": (
-        of(Noisy, loss=lambda self, f, y, variance: -self.log_prob(f, y).sum() / len(y)),
-        "loss",
-        r"over sigma\^2 = 2",
-    ),
+    "loss without sigma": (of(Noisy, loss=lambda self, f, y, variance: -self.log_prob(f, y).sum() / len(y)), "loss", r"over sigma\^2 = 2"),
     "likelihood without sigma": (
         of(Noisy, log_likelihood=lambda self, statistic, count, sigma: statistic),
         "log_likelihood",
         r"over sigma\^2 = 2",
     ),
-    "another statistic": (
-        of(Exponential, statistic=lambda self, f, y: 2 * self.log_prob(f, y).sum()),
-        "log_likelihood",
-        "log_prob",
-    ),
-}
+    "another statistic": (of(Exponential, statistic=lambda self, f, y: 2 * self.log_prob(f, y).sum()), "log_likelihood", "log_prob"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

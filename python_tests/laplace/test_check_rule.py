@@ -186,16 +186,8 @@ WRONG = {
         "outputs",
         "'bias' of 5 data points are not",
     ),
-    "mean over data": (
-        of(Honest, of_inputs=lambda self, rows: rows.mean(0, True)),
-        "inputs",
-        "of 5 data points are not",
-    ),
-    "data's number": (
-        of(Honest, of_inputs=lambda self, rows: rows / len(rows) ** 0.5),
-        "inputs",
-        "data points are not",
-    ),
+    "mean over data": (of(Honest, of_inputs=lambda self, rows: rows.mean(0, True)), "inputs", "of 5 data points are not"),
+    "data's number": (of(Honest, of_inputs=lambda self, rows: rows / len(rows) ** 0.5), "inputs", "data points are not"),
     "gradient in place": (of(Honest, outputs=in_place), "outputs", "in place"),
     "input in place": (of(Honest, inputs=lambda self, x: Honest.inputs(self, x.mul_(2))), "inputs", "in place"),
     "vjp of a wrong sign": (
@@ -203,11 +195,7 @@ WRONG = {
         "vjp",
         "the gradient at the input",
     ),
-    "vjp in place": (
-        of(Differentiates, vjp=lambda self, g, shape: Differentiates.vjp(self, g.mul_(2), shape)),
-        "vjp",
-        "in place",
-    ),
+    "vjp in place": (of(Differentiates, vjp=lambda self, g, shape: Differentiates.vjp(self, g.mul_(2), shape)), "vjp", "in place"),
     "jacobians of a wrong sign": (
         of(Jacobians, of_jacobian=lambda self, j: j._replace(outputs=-j.outputs)),
         "jacobians",
@@ -218,7 +206,7 @@ WRONG = {
         "jacobians",
         "single data points in 'weight'",
     ),
-}
+}  # fmt: skip
 OF_POSITIONS = {
     "sum for a mean": (
         of(Honest, of_outputs=lambda self, rows, alpha: (rows, 1.0)),

@@ -9,20 +9,19 @@ from torch.utils.checkpoint import checkpoint
 
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.nn import SparseFactoredLinear2d
+from python_tests.laplace.checks import Function
 
 
-class Checkpointed(nn.Module):
-    """A block whose parts are computed anew, the last of them without a layer of a rule."""
+def checkpointed(block: nn.Sequential, last: nn.Module, reentrant: bool | None = False) -> nn.Module:
+    """A block whose parts are computed anew, the last of them without a layer of a rule; of ``reentrant=None`` none is."""
 
-    def __init__(self, block: nn.Sequential, last: nn.Module, reentrant: bool | None = False) -> None:
-        super().__init__()
-        self.block, self.last, self.dropout, self.reentrant = block, last, nn.Dropout(0.5), reentrant
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        if reentrant is None:
+            return m.last(m.dropout(m.block(x)))
+        h = checkpoint(m.block, x, use_reentrant=reentrant)
+        return m.last(checkpoint(m.dropout, h, use_reentrant=reentrant))
 
-    def forward(self, x):
-        if self.reentrant is None:
-            return self.last(self.dropout(self.block(x)))
-        h = checkpoint(self.block, x, use_reentrant=self.reentrant)
-        return self.last(checkpoint(self.dropout, h, use_reentrant=self.reentrant))
+    return Function(forward, block=block, last=last, dropout=nn.Dropout(0.5))
 
 
 def checkpointed_and_plain(activation: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -30,7 +29,7 @@ def checkpointed_and_plain(activation: nn.Module) -> tuple[nn.Module, nn.Module]
     norm = nn.BatchNorm2d(3).requires_grad_(False)
     norm.running_mean.normal_()
     block = nn.Sequential(SparseFactoredLinear2d(1, 3, 4, 4), norm, activation, nn.Conv2d(3, 2, 3), nn.Flatten())
-    models = [Checkpointed(block, nn.Linear(8, 4), reentrant).double() for reentrant in (False, None)]
+    models = [checkpointed(block, nn.Linear(8, 4), reentrant).double() for reentrant in (False, None)]
     models[1].last = models[0].last
     block[0].basis_in.inverse_lengthscale.requires_grad_()
     return models[0], models[1]
@@ -54,10 +53,8 @@ def test_the_fit_of_a_checkpointed_network(activation):
 
 @pytest.mark.parametrize("use", ["fit", "exact_log_marginal_likelihood"])
 def test_reentrant_checkpoints_are_refused_with_what_to_do(use):
-    model, (x, y) = (
-        Checkpointed(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 3), True).double(),
-        labelled(4, 3),
-    )
+    model = checkpointed(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 3), True).double()
+    x, y = labelled(4, 3)
     la = KronLaplace(model)
     with pytest.raises(ValueError, match=f"^{use}: .*use_reentrant=True.*Call it with use_reentrant=False"):
         la.fit([(x, y % 3)]) if use == "fit" else exact_log_marginal_likelihood(la, x, y % 3)
@@ -77,25 +74,21 @@ class Uncopied(Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-class Marks(nn.Module):
-    def __init__(self, layer: nn.Module, last: nn.Module, kind: type[Tensor]) -> None:
-        super().__init__()
-        self.layer, self.last, self.kind, self.seen = layer, last, kind, []
-
-    def forward(self, x):
-        h = self.layer(x.as_subclass(self.kind))
-        self.seen.append(type(h))
-        return self.last(h.tanh()).as_subclass(Tensor)
-
-
 def test_a_model_sees_its_own_kind_of_tensors():
-    layers = nn.Linear(3, 4), nn.Linear(4, 3)
-    marked, plain = (Marks(*layers, kind).double() for kind in (Uncopied, Tensor))
+    layers, seen = {"layer": nn.Linear(3, 4), "last": nn.Sequential(nn.Flatten(), nn.Linear(4, 3))}, []
+
+    def marks(kind: type[Tensor]) -> nn.Module:
+        def forward(m: nn.Module, x: Tensor) -> Tensor:
+            h = m.layer(x.as_subclass(kind))
+            seen.append(type(h))
+            return m.last(h.tanh()).as_subclass(Tensor)
+
+        return Function(forward, **layers).double()
+
     x, y = labelled(5, 1, 3, classes=3)
-    flat = nn.Flatten()
-    marked.last = plain.last = nn.Sequential(flat, layers[1])
-    expected = KronLaplace(plain).fit([(x, y)]).log_marginal_likelihood()
-    ours = KronLaplace(marked).fit([(x, y)])
+    expected = KronLaplace(marks(Tensor)).fit([(x, y)]).log_marginal_likelihood()
+    seen.clear()
+    ours = KronLaplace(marks(Uncopied)).fit([(x, y)])
     exact = exact_log_marginal_likelihood(ours, x, y)
     torch.testing.assert_close((ours.log_marginal_likelihood(), exact), (expected, expected))
-    assert set(marked.seen) == {Uncopied}
+    assert set(seen) == {Uncopied}

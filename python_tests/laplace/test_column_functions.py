@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,18 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ella_cuda.laplace import KronLaplace
-from python_tests.laplace.checks import assert_exact_biases
+from python_tests.laplace.checks import Function, assert_exact_biases
 
 CLASSES, CHANNELS, SIZE, IMAGES = 3, 4, 12, 5
 
 
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+def of(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    return Function(lambda m, x: function(x))
 
 
 def network(*layers: nn.Module, channels: int = CHANNELS, size: int = SIZE) -> nn.Module:
@@ -72,7 +69,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_between_layers(name, memory_budget):
     first, second = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.LazyConv2d(2, 2)
-    check(network(first, Function(FUNCTIONS[name]), second), memory_budget=memory_budget)
+    check(network(first, of(FUNCTIONS[name]), second), memory_budget=memory_budget)
 
 
 SAMPLED = {
@@ -100,7 +97,7 @@ SAMPLED = {
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_convolution_sampled_by_a_slice(name, options):
     first = nn.Conv2d(CHANNELS, CHANNELS, **{"kernel_size": 3, **options})
-    check(network(first, Function(SAMPLED[name]), nn.LazyConv2d(3, 1)))
+    check(network(first, of(SAMPLED[name]), nn.LazyConv2d(3, 1)))
 
 
 @pytest.mark.parametrize(
@@ -109,42 +106,38 @@ def test_a_convolution_sampled_by_a_slice(name, options):
     ids=["a head", "a frozen layer", "another function", "a circular convolution"],
 )  # fmt: skip
 def test_a_slice_behind_a_convolution_and_before_others(second):
-    check(network(nn.Conv2d(4, 4, 3), Function(lambda h: F.relu(h[:, :, ::2, ::2])), second))
+    check(network(nn.Conv2d(4, 4, 3), of(lambda h: F.relu(h[:, :, ::2, ::2])), second))
 
 
-class Shared(nn.Module):
+def shared(*sampled: bool) -> nn.Module:
     """A convolution that is sampled in some of its calls."""
 
-    def __init__(self, *sampled: bool) -> None:
-        super().__init__()
-        self.shared, self.second = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.Conv2d(CHANNELS, 2, 1)
-        self.sampled = sampled
-
-    def forward(self, x):
-        for sampled in self.sampled:
-            x = F.relu(self.shared(x))
-            x = self.second(x[:, :, ::2, ::2]).repeat(1, 2, 1, 1) if sampled else x + x.sin()
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        for some in sampled:
+            x = F.relu(m.shared(x))
+            x = m.second(x[:, :, ::2, ::2]).repeat(1, 2, 1, 1) if some else x + x.sin()
         return x
+
+    return Function(forward, shared=nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), second=nn.Conv2d(CHANNELS, 2, 1))
 
 
 @pytest.mark.parametrize("sampled", [(True, False), (False, True), (True, True, False)])
 def test_a_shared_convolution_sampled_in_some_calls(sampled):
-    check(network(Shared(*sampled)))
+    check(network(shared(*sampled)))
 
 
-class Branches(nn.Module):
+def branches(function: Callable[[Tensor], Tensor], first: int) -> nn.Module:
     """The sum of a function of one convolution, and of another convolution, made in either order."""
 
-    def __init__(self, function, first: int) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList([nn.Conv2d(CHANNELS, CHANNELS, 3, padding=padding) for padding in (1, 2)])
-        self.norm, self.function, self.first = nn.BatchNorm2d(CHANNELS).requires_grad_(False), function, first
-        self.norm.running_var.fill_(0.1)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        ahead = [lambda: function(F.relu(m.norm(m.convs[0](x)))), lambda: m.convs[1](x)]
+        one = ahead[first]()
+        return ahead[1 - first]() + one
 
-    def forward(self, x):
-        ahead = [lambda: self.function(F.relu(self.norm(self.convs[0](x)))), lambda: self.convs[1](x)]
-        one = ahead[self.first]()
-        return ahead[1 - self.first]() + one
+    convs = nn.ModuleList([nn.Conv2d(CHANNELS, CHANNELS, 3, padding=padding) for padding in (1, 2)])
+    norm = nn.BatchNorm2d(CHANNELS).requires_grad_(False)
+    norm.running_var.fill_(0.1)
+    return Function(forward, convs=convs, norm=norm)
 
 
 PADS = {
@@ -159,7 +152,7 @@ PADS = {
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("name", PADS)
 def test_a_gradient_of_two_branches_is_not_changed_for_the_other(name, first):
-    check(network(Branches(PADS[name], first), size=6))
+    check(network(branches(PADS[name], first), size=6))
 
 
 def test_many_additions_before_a_layer():
@@ -173,33 +166,31 @@ def test_many_additions_before_a_layer():
             h = h + h
         return h
 
-    check(network(nn.Conv2d(2, 2, 3, padding=1), Function(added), nn.Conv2d(2, 2, 3), channels=2, size=3))
+    check(network(nn.Conv2d(2, 2, 3, padding=1), of(added), nn.Conv2d(2, 2, 3), channels=2, size=3))
 
 
-class Residual(nn.Module):
+def residual(in_place: bool) -> nn.Module:
     """Functions whose results are used twice, each in another way."""
 
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList([nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(4)])
-        self.norms = nn.ModuleList([nn.BatchNorm2d(CHANNELS) for _ in range(4)])
-        self.relu, self.pool = nn.ReLU(in_place), nn.MaxPool2d(3, 2, 1)
-        for norm in self.norms:
-            norm.running_var.uniform_(0.5, 2)
-            norm.running_mean.normal_()
-
-    def forward(self, x):
-        x = self.pool(self.relu(self.norms[3](self.convs[3](x))))
-        y = self.relu(self.norms[0](self.convs[0](x)))
-        x = self.relu(self.norms[1](self.convs[1](y)) + x)
-        x = self.relu(self.norms[2](self.convs[2](x[:, :, ::2])) + x[:, :, ::2])
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        x = m.pool(m.relu(m.norms[3](m.convs[3](x))))
+        y = m.relu(m.norms[0](m.convs[0](x)))
+        x = m.relu(m.norms[1](m.convs[1](y)) + x)
+        x = m.relu(m.norms[2](m.convs[2](x[:, :, ::2])) + x[:, :, ::2])
         return F.adaptive_avg_pool2d(x, 1)
+
+    convs = nn.ModuleList([nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(4)])
+    norms = nn.ModuleList([nn.BatchNorm2d(CHANNELS) for _ in range(4)])
+    for norm in norms:
+        norm.running_var.uniform_(0.5, 2)
+        norm.running_mean.normal_()
+    return Function(forward, convs=convs, norms=norms, relu=nn.ReLU(in_place), pool=nn.MaxPool2d(3, 2, 1))
 
 
 @pytest.mark.parametrize("memory_budget", [None, 1])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_residual_network(in_place, memory_budget):
-    check(network(Residual(in_place)), memory_budget=memory_budget)
+    check(network(residual(in_place)), memory_budget=memory_budget)
 
 
 class Twice(torch.autograd.Function):
@@ -220,25 +211,21 @@ class Twice(torch.autograd.Function):
         return 2 * gradient
 
 
-class Hooked(nn.Module):
+def hooked(place: int, function: Callable[[Tensor], Tensor]) -> nn.Module:
     """Functions between layers; the output of one of them goes to a function of its own."""
 
-    def __init__(self, place, function):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [
-                nn.Conv2d(2, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS).requires_grad_(False), nn.ReLU(), nn.MaxPool2d(2),
-                nn.Conv2d(CHANNELS, 3, 3, padding=1), nn.ReLU(), Function(lambda x: x[:, :, ::2, ::2]), nn.ZeroPad2d(1),
-                nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, CLASSES),
-            ]
-        )  # fmt: skip
-        self.place, self.function = place, function
-
-    def forward(self, x):
-        for place, layer in enumerate(self.layers):
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        for here, layer in enumerate(m.layers):
             x = layer(x)
-            x = self.function(x) if place == self.place else x
+            x = function(x) if here == place else x
         return x
+
+    layers = [
+        nn.Conv2d(2, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS).requires_grad_(False), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(CHANNELS, 3, 3, padding=1), nn.ReLU(), of(lambda x: x[:, :, ::2, ::2]), nn.ZeroPad2d(1),
+        nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, CLASSES),
+    ]  # fmt: skip
+    return Function(forward, layers=nn.ModuleList(layers))
 
 
 def prehook(h: Tensor) -> Tensor:
@@ -260,7 +247,7 @@ def test_hooks_see_gradients_and_change_them(place):
     found = []
     for function in (prehook, Twice.apply):
         torch.manual_seed(0)
-        found.append(fitted(Hooked(place, function).double()).factors)
+        found.append(fitted(hooked(place, function).double()).factors)
     for name, factor in found[1].items():
         torch.testing.assert_close(found[0][name].outputs, factor.outputs)
 
@@ -275,5 +262,5 @@ def test_gradients_that_are_kept_are_there():
         return h
 
     with pytest.warns(UserWarning, match="columns go back one at a time"):
-        fitted(Hooked(2, retain).double())
+        fitted(hooked(2, retain).double())
     assert kept[-1].grad.abs().max() > 0

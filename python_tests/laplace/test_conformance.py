@@ -35,6 +35,7 @@ from python_tests.laplace.conformance import (
     looked_up,
     through_pool,
 )
+from python_tests.laplace.jacobians import Scaled
 
 APPROXIMATIONS = ("expand", "reduce")
 
@@ -70,31 +71,6 @@ def mixed(layer: nn.Module, arguments: tuple[Tensor, ...], gradient: Tensor) -> 
     plain = nn.Linear(3, 4, bias=False).double()
     found = at_outputs(-1)(plain, arguments, gradient)["weight"]
     return {"weight": found._replace(layout="gab")}
-
-
-class Scaled(nn.Module):
-    """A scale, a layer of a user's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x
-
-
-@register(Scaled)
-class ScaledRule(Rule):
-    """Its block is exact."""
-
-    def shapes(self) -> dict[str, FactorShape]:
-        return {"weight": FactorShape.bias(4)}
-
-    def inputs(self, x: Tensor) -> None:
-        self.kept = x
-
-    def outputs(self, gradient: Tensor) -> None:
-        self.factors["weight"].output_moment.add((gradient * self.kept).sum(2).flatten(0, 1)[:, None])
 
 
 def conv(kind: type[nn.Module], *args: object, size: tuple[int, ...], **kwargs: object) -> Case:
@@ -138,12 +114,8 @@ CASES = {
     "Conv2d, groups": conv(nn.Conv2d, 4, 6, 2, size=(3, 3), groups=2),
     "Conv2d, depthwise": conv(nn.Conv2d, 3, 3, 3, size=(3, 3), groups=3, padding=1, bias=False),
     "Conv2d, circular": conv(nn.Conv2d, 2, 2, 3, size=(3, 4), padding=1, padding_mode="circular"),
-    "Conv2d, circular, stride": conv(
-        nn.Conv2d, 2, 2, (3, 1), size=(4, 4), stride=2, padding=(2, 1), padding_mode="circular"
-    ),
-    "Conv2d, circular, groups": conv(
-        nn.Conv2d, 4, 2, 3, size=(3, 3), padding="same", padding_mode="circular", groups=2
-    ),
+    "Conv2d, circular, stride": conv(nn.Conv2d, 2, 2, (3, 1), size=(4, 4), stride=2, padding=(2, 1), padding_mode="circular"),
+    "Conv2d, circular, groups": conv(nn.Conv2d, 4, 2, 3, size=(3, 3), padding="same", padding_mode="circular", groups=2),
     "Conv2d, same, even": conv(nn.Conv2d, 1, 2, (2, 4), size=(4, 5), padding="same"),
     "Conv2d, same, even, circular": conv(nn.Conv2d, 1, 2, (4, 2), size=(4, 4), padding="same", padding_mode="circular"),
     "Conv2d, reflect": conv(nn.Conv2d, 1, 2, 3, size=(3, 4), padding=(2, 1), padding_mode="reflect", stride=2),
@@ -191,15 +163,11 @@ CASES = {
     "FactoredLinear2d": Case(lambda: ella_nn.FactoredLinear2d(2, 3, 2, (2, 1)), ((2, 2, 2),), factored),
     "FactoredLinear2d, no bias": Case(lambda: ella_nn.FactoredLinear2d(2, 2, 2, 2, bias=False), ((2, 2, 2),), factored),
     "FactoredLinear2d, one position": Case(lambda: ella_nn.FactoredLinear2d(2, 3, 2, 1), ((2, 2, 2),), factored),
-    "SparseFactoredLinear2d": Case(
-        lambda: ella_nn.SparseFactoredLinear2d(2, 2, 3, 3, num_anchors=4), ((2, 3, 3),), factored
-    ),
+    "SparseFactoredLinear2d": Case(lambda: ella_nn.SparseFactoredLinear2d(2, 2, 3, 3, num_anchors=4), ((2, 3, 3),), factored),
     "SparseFactoredLinear2d, exponential": Case(
         lambda: ella_nn.SparseFactoredLinear2d(1, 2, 3, 2, basis="exponential"), ((1, 3, 3),), factored
     ),
-    "SparseConv2d, exponential": Case(
-        lambda: ella_nn.SparseConv2d(2, 2, 3, basis="exponential"), ((2, 3, 3),), at_outputs(1)
-    ),
+    "SparseConv2d, exponential": Case(lambda: ella_nn.SparseConv2d(2, 2, 3, basis="exponential"), ((2, 3, 3),), at_outputs(1)),
     "SparseConv2d": Case(lambda: ella_nn.SparseConv2d(2, 3, 3, num_anchors=4), ((2, 3, 4),), at_outputs(1)),
     "CircularConv2d": Case(lambda: ella_nn.CircularConv2d(2, 3, (3, 1)), ((2, 3, 3),), at_outputs(1)),
     "StridedCircularConv2d": Case(lambda: ella_nn.StridedCircularConv2d(2, 3, 3), ((2, 4, 4),), through_pool),
@@ -207,18 +175,12 @@ CASES = {
         lambda: ella_nn.StridedCircularConv2d(2, 2, (1, 3), False, norm=1), ((2, 4, 2),), through_pool, copies=False
     ),
     "GroupFilter2d": Case(lambda: ella_nn.GroupFilter2d(1, 2, 3), ((1, 4, 3, 3),), at_outputs(1)),
-    "GroupFilter2d, common": Case(
-        lambda: ella_nn.GroupFilter2d(1, 2, 3, frames="common"), ((1, 4, 3, 3),), at_outputs(1)
-    ),
-    "GroupFilter2d, depthwise": Case(
-        lambda: ella_nn.GroupFilter2d(2, 2, 3, depthwise=True), ((2, 4, 3, 3),), at_outputs(1)
-    ),
-    "GroupFilter2d, apart": Case(
-        lambda: ella_nn.GroupFilter2d(2, 2, 3, mixes_slices=False), ((2, 4, 3, 3),), at_outputs(1)
-    ),
+    "GroupFilter2d, common": Case(lambda: ella_nn.GroupFilter2d(1, 2, 3, frames="common"), ((1, 4, 3, 3),), at_outputs(1)),
+    "GroupFilter2d, depthwise": Case(lambda: ella_nn.GroupFilter2d(2, 2, 3, depthwise=True), ((2, 4, 3, 3),), at_outputs(1)),
+    "GroupFilter2d, apart": Case(lambda: ella_nn.GroupFilter2d(2, 2, 3, mixes_slices=False), ((2, 4, 3, 3),), at_outputs(1)),
     "a user's": Case(Mixed, ((2, 3),), mixed, second=True, folded=True, reduce=False, twice=("expand",), copies=False),
     "a user's, exact": Case(Scaled, ((3, 4),), exact, reduce=False, twice=("expand",), copies=False),
-}
+}  # fmt: skip
 
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -239,6 +201,7 @@ def check_factors(la: KronLaplace, oracle: Oracle, relative: float = 1e-9) -> No
     assert la.parameter_names == list(la.factors) == list(oracle.parameters)
     for name, factor in la.factors.items():
         inputs, outputs = oracle.factor(name, la.approximation)
+        assert factor.inputs.dtype == factor.outputs.dtype == torch.float64
         close(factor.inputs, inputs, relative)
         close(factor.outputs, outputs, relative)
 
@@ -264,27 +227,15 @@ def fitted(model: nn.Module, x: Tensor, y: Tensor, size: int = 3, kind: type = K
     return kind(model, prior_precision=PRIOR, **options).fit(list(zip(x.split(size), y.split(size), strict=True)))
 
 
-def rows(*needs: str, wrong: dict[str, tuple[str, ...]] | None = None) -> pytest.MarkDecorator:
-    """A test of all cases that serve these, in each of the approximations that they serve.
-
-    Args:
-        needs: attributes of :class:`Case`.
-        wrong: by the name of a case, the approximations in which its numbers are known to be wrong.
-    """
+def rows(*needs: str) -> pytest.MarkDecorator:
+    """A test of all cases that serve these attributes of :class:`Case`, in each of the approximations that they serve."""
 
     def serves(case: Case, need: str, approximation: str) -> bool:
         has = getattr(case, need)
         return approximation in has if isinstance(has, tuple) else has
 
-    def marks(name: str, approximation: str) -> list[pytest.MarkDecorator]:
-        return (
-            [pytest.mark.xfail(strict=True, reason="a known defect")]
-            if approximation in (wrong or {}).get(name, ())
-            else []
-        )
-
     chosen = [
-        pytest.param(case, approximation, id=f"{name}-{approximation}", marks=marks(name, approximation))
+        pytest.param(case, approximation, id=f"{name}-{approximation}")
         for name, case in CASES.items()
         for approximation in APPROXIMATIONS[: 1 + case.reduce]
         if all(serves(case, need, approximation) for need in needs)

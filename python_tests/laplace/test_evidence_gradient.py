@@ -15,14 +15,14 @@ from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.laplace import KronLaplace, evidence_gradient, exact_log_marginal_likelihood
 from ella_cuda.laplace.chains import _largest, chain_of
 from ella_cuda.nn import SparseConv2d, SparseFactoredLinear2d
-from python_tests.laplace.test_averaged import CLASSES, COPIES, MANY, SIZE, averaged, data, many, network
+from python_tests.laplace.checks import Function
+from python_tests.laplace.test_averaged import CLASSES, COPIES, MANY, SIZE, Halved, averaged, data, many, network
 
 
 def fitted(model: nn.Module, loader, **options) -> KronLaplace:
     torch.manual_seed(5)
-    return KronLaplace(model, prior_precision=torch.linspace(0.5, 2, len(list(model.parameters()))), **options).fit(
-        loader
-    )
+    precision = torch.linspace(0.5, 2, len(list(model.parameters())))
+    return KronLaplace(model, prior_precision=precision, **options).fit(loader)
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 20])
@@ -90,28 +90,22 @@ def test_chunks_of_copies_for_buffers_inside_of_the_network():
 def test_parameters_whose_gradients_vmap_cannot_take(copies):
     """The gradients of single data points, taken one by one, are in the graph too."""
 
-    class Reading(nn.Module):
-        def __init__(self, reads: bool) -> None:
-            super().__init__()
-            torch.manual_seed(3)
-            self.reads, self.weight, self.head = (
-                reads,
-                nn.Parameter(0.2 * torch.randn(SIZE**2, 4)),
-                nn.Linear(4, CLASSES),
-            )
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        x = torch.tanh(x.flatten(1) @ m.weight)
+        if m.reads and not x.sum().item() < math.inf:
+            raise AssertionError
+        return m.head(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(x.flatten(1) @ self.weight)
-            if self.reads and not x.sum().item() < math.inf:
-                raise AssertionError
-            return self.head(x)
-
+    torch.manual_seed(3)
+    parts = {"weight": nn.Parameter(0.2 * torch.randn(SIZE**2, 4).double()), "head": nn.Linear(4, CLASSES).double()}
     x, y = data(2)
     augment, found = AffineAugment(copies, init=0.3, sampling="shared", dtype=torch.float64), []
     with augment.held():
         for reads, warns in ((False, nullcontext()), (True, pytest.warns(UserWarning, match="vmap cannot take"))):
             with warns:
-                la = fitted(AveragedFunction(Reading(reads).double(), augment), [(x, y)], unknown="diagonal")
+                la = fitted(
+                    AveragedFunction(Function(forward, reads=reads, **parts), augment), [(x, y)], unknown="diagonal"
+                )
                 la.memory_budget = 1
                 found.append(evidence_gradient(la, [(x, y)])["augment.raw"])
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-13)
@@ -128,17 +122,6 @@ def test_copies_that_cannot_be_split_go_together_and_a_warning_says_so():
         with pytest.warns(UserWarning, match=f"evidence_gradient: all {MANY} copies of a data point go .* together"):
             parts = evidence_gradient(la, [(x, y)])["augment.raw"]
     torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-11)
-
-
-class Hidden(nn.Module):
-    """A chain that is none to see."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
 
 
 CHAINS = {
@@ -181,46 +164,32 @@ def test_chains_of_layers_are_differentiated_as_autograd_does(name, copies):
     torch.manual_seed(4)
     network = nn.Sequential(*CHAINS[name]()).double()
     augment = AffineAugment(copies, init=0.3, dtype=torch.float64)
-    plain, hidden = AveragedFunction(network, augment), AveragedFunction(Hidden(network), augment)
+    plain = AveragedFunction(network, augment)
+    hidden = AveragedFunction(Function(lambda m, x: m.layers(x), layers=network), augment)
     assert chain_of(network) is not None and chain_of(hidden.network) is None
     with augment.held():
         for columns in ("all", "one"):
-            found = [
-                evidence_gradient(
-                    fitted(model, [(x, y)]), [(x, y)], columns=columns, generator=torch.Generator().manual_seed(1)
-                )["augment.raw"]
-                for model in (plain, hidden)
-            ]
+            found = []
+            for model in (plain, hidden):
+                how = {"columns": columns, "generator": torch.Generator().manual_seed(1)}
+                found.append(evidence_gradient(fitted(model, [(x, y)]), [(x, y)], **how)["augment.raw"])
             torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
             assert found[0].abs().min() > 1e-8
 
 
-POOLS = [
-    ((2,), {}),
-    ((3, 2), {}),
-    (((2, 3), (1, 2)), {}),
-    ((2, 1), {"dilation": 2}),
-    ((3,), {"padding": 1}),
-    ((2,), {"ceil_mode": True}),
-]
-
-
-@pytest.mark.parametrize(("args", "options"), POOLS)
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [((2,), {}), ((3, 2), {}), (((2, 3), (1, 2)), {}), ((2, 1), {"dilation": 2}), ((3,), {"padding": 1}), ((2,), {"ceil_mode": True})],
+)  # fmt: skip
 def test_largest_values_and_their_places_are_torchs(args, options):
+    """Of planes without channels too, as of one channel."""
     pool = nn.MaxPool2d(*args, **options)
     x = torch.randn(2, 3, 2, 7, 8, generator=torch.Generator().manual_seed(0)).relu()  # equal values too
     expected = F.max_pool2d(
         x.flatten(0, 1), pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode, return_indices=True
     )
-    for found, wanted in zip(_largest(pool, x), expected, strict=True):
-        assert torch.equal(found.flatten(0, 1), wanted)
-
-
-def test_pools_of_planes_without_channels_are_those_of_one_channel():
-    x = torch.randn(2, 3, 7, 8, generator=torch.Generator().manual_seed(0)).relu()
-    for args, options in POOLS:
-        found, expected = (_largest(nn.MaxPool2d(*args, **options), t) for t in (x, x[:, :, None]))
-        assert all(torch.equal(a, b[:, :, 0]) for a, b in zip(found, expected, strict=True))
+    for found, of_planes, wanted in zip(_largest(pool, x), _largest(pool, x[:, :, 0]), expected, strict=True):
+        assert torch.equal(found.flatten(0, 1), wanted) and torch.equal(of_planes.flatten(0, 1), wanted[:, 0])
 
 
 def test_what_is_no_chain():
@@ -238,13 +207,6 @@ def test_what_is_no_chain():
         nn.Sequential(nn.Tanh()),
     ]
     assert [chain_of(network) for network in networks] == [None] * len(networks)
-
-
-class Halved(AveragedFunction):
-    """More than a mean of outputs."""
-
-    def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
-        return 0.5 * super().forward(x, eps)
 
 
 def half(*arguments: object) -> Tensor:
@@ -408,31 +370,16 @@ class Drawing(nn.Module):
         return F.dropout(x, 0.2)
 
 
-class AveragedInside(nn.Module):
-    """Its input, averaged over copies that an augmentation of its own draws."""
-
-    def __init__(self):
-        super().__init__()
-        self.augment = AffineAugment(2, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.augment(x).mean(1)
-
-
 def with_inside(*modules: nn.Module) -> AveragedFunction:
     torch.manual_seed(3)
-    layers = (
-        nn.Sequential(nn.Conv2d(1, 2, 3), *modules),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(2 * (SIZE - 2) ** 2, CLASSES),
-    )
+    layers = (nn.Sequential(nn.Conv2d(1, 2, 3), *modules), nn.Tanh(), nn.Flatten(), nn.Linear(2 * (SIZE - 2) ** 2, CLASSES))  # fmt: skip
     return AveragedFunction(nn.Sequential(*layers).double(), AffineAugment(COPIES, dtype=torch.float64))
 
 
 def test_a_network_that_draws_in_evaluation_mode_is_refused_by_its_module():
     """Its evidence and the gradient would be of different functions; draws of training alone, and held ones, are none."""
     batches = [data()]
+    inside = Function(lambda m, x: m.augment(x).mean(1), augment=AffineAugment(2, dtype=torch.float64))
     for sampling in ("shared", "independent"):
         model = with_inside(nn.Dropout(0.5))
         model.augment.sampling = sampling
@@ -441,7 +388,7 @@ def test_a_network_that_draws_in_evaluation_mode_is_refused_by_its_module():
     for module, words in (
         (Drawing(), r"'network.0.1' \(Drawing\) draws"),
         (nn.Sequential(nn.Identity(), Drawing()), r"'network.0.1.1' \(Drawing\) draws"),
-        (AveragedInside(), r"'network.0.1.augment' \(AffineAugment\) draws .* by its context held"),
+        (inside, r"'network.0.1.augment' \(AffineAugment\) draws .* by its context held"),
     ):
         model = with_inside(module)
         with pytest.raises(ValueError, match=words):
@@ -452,38 +399,11 @@ def test_a_network_that_draws_in_evaluation_mode_is_refused_by_its_module():
         assert evidence_gradient(la, batches)["augment.raw"].abs().min() > 0
 
 
-class DrawsItself(nn.Module):
-    """Noise of its own forward, around layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.shift = nn.Linear(SIZE**2, CLASSES).double(), nn.Buffer(torch.zeros(CLASSES).double())
-
-    def forward(self, x):
-        out = self.layer(x.flatten(1)) + self.shift
-        return out + torch.randn_like(out)
-
-
-def test_a_network_that_draws_itself_is_named_by_its_class():
-    with pytest.raises(ValueError, match="fit: DrawsItself draws"):
-        KronLaplace(DrawsItself()).fit([data()])
-
-
-class Slope(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("slope", torch.tensor(1.3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.slope * x
-
-
 def test_the_layer_without_a_second_derivative_is_named() -> None:
-    parts = [nn.Linear(3, 4), Slope(), nn.Unflatten(1, (4, 1, 1)), nn.Sequential(nn.CrossMapLRN2d(2)), nn.Flatten()]
+    slope = Function(lambda m, x: m.slope * x, slope=nn.Buffer(torch.tensor(1.3)))
+    parts = [nn.Linear(3, 4), slope, nn.Unflatten(1, (4, 1, 1)), nn.Sequential(nn.CrossMapLRN2d(2)), nn.Flatten()]
     model = nn.Sequential(*parts, nn.Linear(4, 2)).double()
     data = [(torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))]
     la = KronLaplace(model, "regression").fit(data)
-    with pytest.raises(
-        NotImplementedError, match=r"evidence_gradient: layer '3\.0' \(CrossMapLRN2d\).*second derivative"
-    ):
+    with pytest.raises(NotImplementedError, match=r"layer '3\.0' \(CrossMapLRN2d\).*second derivative"):
         evidence_gradient(la, data, ["1.slope"])

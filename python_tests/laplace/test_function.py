@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, evidence_gradient
+from python_tests.laplace.checks import Function
 
 
 class Halved(nn.Module):
@@ -137,57 +138,44 @@ def test_copies_and_states_are_of_their_own_models(kind):
             other(x)
 
 
-def test_a_compiled_model_is_one_function():
-    model, (x, y) = network(), data()
-    compiled = torch.compile(model, backend="eager")
-    la = KronLaplace(compiled).fit([(x, y)])
-    expected = la(x)
+def run_and_compile(model):
     with torch.no_grad():
-        compiled(x)
-    model.compile(backend="eager")
-    torch.testing.assert_close(la(x), expected)
-    model[1].register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    with pytest.raises(RuntimeError, match="changed since the fit"):
-        la(x)
+        model.eval()(data()[0])
+    model._orig_mod.compile(backend="eager")
 
 
-def test_an_equal_layer_of_torchs_is_the_same_function():
-    model, (x, y) = network(), data()
-    la = KronLaplace(model).fit([(x, y)])
-    expected = la(x)
-    model[1], model[4] = nn.LeakyReLU(0.1), copy.deepcopy(model[4])
-    torch.testing.assert_close(la(x), expected)
+# What is no change, of a network with a norm and dropout, and what is one.
+NO_CHANGES = {
+    "compiled": (run_and_compile, lambda m: m[1].register_forward_pre_hook(lambda module, args: (2 * args[0],))),
+    "labels": (lambda m: (setattr(m, "output_size", 3), setattr(m[5], "label", "head")), lambda m: delattr(m[1], "negative_slope")),
+    "constants of training": (lambda m: (setattr(m[2], "momentum", 0.01), setattr(m[3], "p", 0.5)), lambda m: setattr(m[2], "eps", 1.0)),
+}  # fmt: skip
 
 
-def test_labels_on_modules_are_no_change():
-    model, (x, y) = network(), data()
-    la = KronLaplace(model).fit([(x, y)])
-    expected = la(x)
-    model.output_size, model[4].label = 3, "head"  # the first as laplace-torch does
-    torch.testing.assert_close(la(x), expected)
-    del model[1].negative_slope
-    with pytest.raises(RuntimeError, match="changed since the fit"):
-        la.sample(1)
-
-
-def test_constants_of_training_are_no_change():
+@pytest.mark.parametrize("kind", NO_CHANGES)
+def test_what_is_no_change_of_the_function(kind):
+    """A label as laplace-torch sets it; a model that is compiled after the fit, or was before."""
     (x, y), model = data(), network()
     model[2] = nn.BatchNorm2d(2)
     model.insert(3, nn.Dropout(0.2))
-    la = KronLaplace(model).fit([(x, y)])
+    la = KronLaplace(torch.compile(model, backend="eager") if kind == "compiled" else model).fit([(x, y)])
     expected = la(x)
-    model[2].momentum, model[3].p = 0.01, 0.5
+    none, one = NO_CHANGES[kind]
+    none(la.model)
     torch.testing.assert_close(la(x), expected)
-    model[2].eps = 1.0
-    with pytest.raises(RuntimeError, match=r"changed since the fit.*'2' \(BatchNorm2d\)"):
-        la(x)
+    one(model)
+    for ask in (lambda: la(x), lambda: la.sample(1)):
+        with pytest.raises(RuntimeError, match="changed since the fit"):
+            ask()
 
 
 def test_graphs_that_modes_replace_are_one_function():
     extraction = pytest.importorskip("torchvision.models.feature_extraction")
     (x, y), inner = data(), network()
     inner[2] = nn.Dropout()
-    model = nn.Sequential(extraction.create_feature_extractor(inner, {"4": "out"}), Only("out")).train()
+    model = nn.Sequential(
+        extraction.create_feature_extractor(inner, {"4": "out"}), Function(lambda m, found: found["out"])
+    ).train()
     la = KronLaplace(model).fit([(x, y)])
     expected = KronLaplace(inner).fit([(x, y)])(x)
     for mode in (True, False):
@@ -209,15 +197,6 @@ def test_another_graph_is_another_function():
     model.recompile()
     with pytest.raises(RuntimeError, match="changed since the fit"):
         la(x)
-
-
-class Only(nn.Module):
-    def __init__(self, key):
-        super().__init__()
-        self.key = key
-
-    def forward(self, found):
-        return found[self.key]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -21,18 +21,7 @@ from ella_cuda.nn import (
     RelaxedEquivariance,
     SlicesAsChannels,
 )
-from python_tests.laplace.checks import randomised
-
-
-class Weighted(nn.Module):
-    """A bag with a weight for each word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(7, 3, mode="sum")
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.bag(words, per_sample_weights=torch.ones(words.shape))
+from python_tests.laplace.checks import Function, randomised
 
 
 @pytest.mark.parametrize(
@@ -50,19 +39,11 @@ def test_layers_that_are_refused(layer, words):
 
 
 def test_weights_of_words_are_refused():
+    """A bag with a weight for each word."""
+    bag = nn.EmbeddingBag(7, 3, mode="sum")
+    model = Function(lambda m, words: m.bag(words, per_sample_weights=torch.ones(words.shape)), bag=bag)
     with pytest.raises(ValueError, match="without offsets and per_sample_weights"):
-        KronLaplace(Weighted()).fit([(torch.randint(7, (4, 2)), torch.randint(3, (4,)))])
-
-
-class Sized(nn.Module):
-    """A transposed convolution that is told its output's size."""
-
-    def __init__(self, layer: nn.ConvTranspose2d, size: list[int] | None) -> None:
-        super().__init__()
-        self.layer, self.size = layer, size
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, output_size=self.size)
+        KronLaplace(model).fit([(torch.randint(7, (4, 2)), torch.randint(3, (4,)))])
 
 
 @pytest.mark.parametrize("size", [None, [6, 5], [5, 6]])
@@ -72,7 +53,10 @@ def test_a_call_of_a_transposed_convolution_may_say_the_size(size):
     plain.load_state_dict(told.state_dict())
     behind = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(3 * (5 + extra[0]) * (5 + extra[1]), 2))
     x, y = torch.randn(4, 2, 3, 3).double(), torch.randint(2, (4,))
-    models = (nn.Sequential(layer, copy.deepcopy(behind)).double() for layer in (Sized(told, size), plain))
+    models = (
+        nn.Sequential(layer, copy.deepcopy(behind)).double()
+        for layer in (Function(lambda m, x: m.layer(x, output_size=size), layer=told), plain)
+    )
     found, expected = (KronLaplace(model).fit([(x, y)]) for model in models)
     torch.testing.assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood())
     torch.testing.assert_close(exact_log_marginal_likelihood(found, x, y), expected.log_marginal_likelihood())
@@ -85,49 +69,15 @@ def test_a_table_is_stored_as_a_diagonal():
     assert torch.isfinite(la.log_marginal_likelihood())
 
 
-class Summed(nn.Module):
-    """Sequences of any length to logits; padding adds a constant."""
+def test_a_linear_layer_met_first_without_and_then_with_shared_positions():
+    """As the batch has them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(7, 3, padding_idx=0), nn.Linear(3, 3)
-        self.double()
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.table(words).tanh().sum(1))
-
-
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-def test_it_does_not_matter_how_far_a_batch_is_padded(approximation):
-    model = Summed()
-    x, y = torch.tensor([[1, 2, 0, 0, 0, 0], [3, 4, 1, 2, 3, 4]]), torch.tensor([0, 1])
-    padded, apart = (
-        KronLaplace(model, approximation=approximation).fit(batches)
-        for batches in ([(x, y)], [(x[:1, :2], y[:1]), (x[1:], y[1:])])
-    )
-    for name, factor in padded.factors.items():
-        torch.testing.assert_close(factor.inputs, apart.factors[name].inputs, rtol=1e-12, atol=0)
-        torch.testing.assert_close(factor.outputs, apart.factors[name].outputs, rtol=1e-9, atol=1e-12)
-
-
-class Pooled(nn.Module):
-    """A linear layer without or with shared positions, as the batch has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(x))
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        y = torch.tanh(m.linear(x))
         return y if y.dim() == 2 else y.sum(1)
 
-
-def test_a_linear_layer_met_first_without_and_then_with_shared_positions():
-    model = Pooled().double()
-    batches = [
-        (torch.randn(3, 2).double(), torch.randint(3, (3,))),
-        (torch.randn(4, 2, 2).double(), torch.randint(3, (4,))),
-    ]
+    model = Function(forward, linear=nn.Linear(2, 3)).double()
+    batches = [(torch.randn(n, *size, 2).double(), torch.randint(3, (n,))) for n, size in ((3, ()), (4, (2,)))]
     both, *each = (KronLaplace(model).fit(some) for some in (batches, batches[:1], batches[1:]))
     for name, factor in both.factors.items():
         torch.testing.assert_close(factor.outputs, sum(la.factors[name].outputs for la in each))

@@ -123,11 +123,8 @@ def test_the_tolerance_saves_columns():
         return len(likelihood.columns(outputs, targets, tolerance))
 
     f = 4 * normal(50, 20)
-    assert (
-        count(Classification(), f, torch.zeros(50).long(), 0.05)
-        < 19
-        == count(Classification(), f, torch.zeros(50).long())
-    )
+    labels = torch.zeros(50).long()
+    assert count(Classification(), f, labels, 0.05) < 19 == count(Classification(), f, labels)
     positions = 4 * normal(10, 5, 20), torch.zeros(10, 5).long()
     assert count(Classification(), *positions, 0.05) < 60 < 95 == count(Classification(), *positions)
     assert count(Binary(), 4 * normal(50, 20), torch.zeros(50, 20), 0.05) < 15
@@ -296,13 +293,7 @@ REFUSED = [
     (CLASSES, (2, 3), (2, 3), ValueError, r"shape \(2,\), got .* \(2, 3\); .*one-hot .*y\.argmax\(1\)\.$"),
     (CLASSES, (2, 3), (2, 1), ValueError, r"shape \(2,\), got .* \(2, 1\); pass y\.squeeze\(1\)\.$"),
     (CLASSES, (2, 1), (2,), ValueError, "at least 2 outputs .*likelihood='binary'"),
-    (
-        CLASSES,
-        (2, 4, 5, 3),
-        (2, 5, 3),
-        ValueError,
-        r"classes last, \(N, \.\.\., K\), got .*return outputs\.movedim\(1, -1\)",
-    ),
+    (CLASSES, (2, 4, 5, 3), (2, 5, 3), ValueError, r"classes last, \(N, \.\.\., K\), got .*return outputs\.movedim\(1, -1\)"),
     (CLASSES, (2, 4, 5), (2,), ValueError, r"class indices of shape \(2, 4\), got shape \(2,\)\.$"),
     (Regression(), (2, 3), torch.zeros(2), ValueError, r"outputs' shape \(2, 3\), got \(2,\)\.$"),
     (Regression(), (2, 3), (2, 3), TypeError, "real numbers .* got dtype torch.int64"),
@@ -316,14 +307,8 @@ REFUSED = [
     (NATURAL, (2, 3), torch.zeros(2, 1), ValueError, r"outputs \(N, 2K\), .* got \(2, 3\)"),
     (NATURAL, -torch.ones(2, 4), torch.zeros(2, 4), ValueError, r"half .* shape \(2, 2\), got \(2, 4\)"),
     (NATURAL, -torch.ones(2, 2), (2,), TypeError, "real numbers .* got dtype torch.int64"),
-    (
-        NATURAL,
-        UNSURE,
-        torch.zeros(2),
-        ValueError,
-        r"must be negative, got up to 0\.25; end the network in .*F\.softplus",
-    ),
-]
+    (NATURAL, UNSURE, torch.zeros(2), ValueError, r"must be negative, got up to 0\.25; end the network in .*F\.softplus"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("likelihood", "outputs", "y", "error", "message"), REFUSED)
@@ -340,17 +325,12 @@ def test_targets_that_fit_pass_and_none_are_nothing_wrong(case):
     likelihood.check(outputs[:0], targets[:0])
     given, fit = likelihood.admitted(outputs, targets)
     assert torch.equal(given, targets) and fit.item() is True
-    for column in (
-        likelihood.columns(outputs[:0], targets[:0])[:],
-        likelihood.columns(outputs[:0], targets[:0], 0.5)[:],
-    ):
-        assert column.shape[1:] == (0, *outputs.shape[1:])
+    for tolerance in (0.0, 0.5):
+        assert likelihood.columns(outputs[:0], targets[:0], tolerance)[:].shape[1:] == (0, *outputs.shape[1:])
     assert likelihood.statistic(outputs[:0], targets[:0]) == 0
 
 
-@pytest.mark.parametrize(
-    ("case", "wrong"), [("classes", 4), ("classes", -1), ("sequences", 4), ("logits", 2), ("counts", -1)]
-)
+@pytest.mark.parametrize(("case", "wrong"), [("classes", 4), ("classes", -1), ("sequences", 4), ("logits", 2), ("counts", -1)])  # fmt: skip
 def test_values_that_do_not_fit_are_noted_and_harmless(case, wrong):
     """For a recorded step, which cannot raise."""
     likelihood, outputs, targets, _ = CASES[case]
@@ -365,17 +345,13 @@ def test_values_that_do_not_fit_are_noted_and_harmless(case, wrong):
 @pytest.mark.parametrize(
     ("outputs", "error", "words"),
     [
-        (
-            torch.zeros(2),
-            ValueError,
-            r"got shape \(2,\) for N = 2; of one output per data point return outputs\[:, None\]\.$",
-        ),
+        (torch.zeros(2), ValueError, r"got shape \(2,\) for N = 2; of one output per data point return outputs\[:, None\]\.$"),
         (torch.zeros(()), ValueError, r"must return a tensor \(N, K\), got shape \(\) for N = 2\.$"),
         (torch.zeros(6, 3), ValueError, r"one row, \(N, \.\.\.\), got shape \(6, 3\) for N = 2"),
         ((torch.zeros(2, 3), None), TypeError, r"must return a tensor \(N, K\), got tuple of 2; wrap"),
         ({"logits": torch.zeros(2, 3)}, TypeError, r"got dict with the keys 'logits'; wrap"),
     ],
-)
+)  # fmt: skip
 def test_outputs_that_are_no_matrix_are_refused(outputs, error, words):
     with pytest.raises(error, match=words):
         checked_outputs(outputs, 2)

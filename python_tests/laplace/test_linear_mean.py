@@ -9,6 +9,7 @@ from torch.func import functional_call, jvp
 
 from ella_cuda.laplace import FullLaplace, KronLaplace
 from ella_cuda.laplace.likelihoods import LINKS
+from python_tests.laplace.checks import Function
 
 
 def problem(likelihood):
@@ -57,22 +58,12 @@ def test_class_probabilities_are_those_of_the_linear_networks_logits(link):
     torch.testing.assert_close(la(x, link_approx=link, mean="linear"), expected, atol=1e-3, rtol=0)
 
 
-class Masked(nn.Module):
-    """A network with a class at minus infinity behind those of another."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return nn.functional.pad(self.net(x), (0, 1), value=-torch.inf)
-
-
 @pytest.mark.parametrize("form", ["full", "simple"])
 def test_a_masked_class_leaves_mode_evidence_and_predictions(form):
-    """They are those of the network without the class, by every link."""
+    """They are those of the network without the class, which is at minus infinity, by every link."""
     model, x, y = problem("classification")
-    without, masked = KronLaplace(model).fit([(x, y)]), KronLaplace(Masked(model)).fit([(x, y)])
+    behind = Function(lambda m, x: nn.functional.pad(m.net(x), (0, 1), value=-torch.inf), net=model)
+    without, masked = KronLaplace(model).fit([(x, y)]), KronLaplace(behind).fit([(x, y)])
     torch.testing.assert_close(
         masked.fit_linear_mode([(x, y)], 1e-10, form=form), without.fit_linear_mode([(x, y)], 1e-10, form=form)
     )

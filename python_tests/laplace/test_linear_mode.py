@@ -23,21 +23,15 @@ from ella_cuda.claim import claim
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace, linear_mode
 from ella_cuda.laplace.evidence import evidence_at, present_terms
-from python_tests.laplace.checks import Reusing, randomised
+from python_tests.laplace.checks import Function, Reusing, drawn, randomised
 
 KINDS = [FullLaplace, DiagLaplace, KronLaplace]
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-class Negative(nn.Module):
+def natural() -> nn.Module:
     """Natural parameters of Gaussians."""
-
-    def forward(self, f: Tensor) -> Tensor:
-        return torch.cat([f[:, :1], -0.5 * functional.softplus(f[:, 1:]) - 0.5], 1)
+    return Function(lambda m, f: torch.cat([f[:, :1], -0.5 * functional.softplus(f[:, 1:]) - 0.5], 1))
 
 
 def perceptron(outputs: int = 2, end: nn.Module | None = None) -> nn.Module:
@@ -57,7 +51,7 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "classification": (lambda: perceptron(3), LABELS),
     "binary": (lambda: perceptron(1), (X[:, :1] + drawn(25, 1, seed=3) > 0).double()),
     "poisson": (lambda: perceptron(1), drawn(25, 1, seed=3).exp().floor()),
-    "heteroscedastic": (lambda: perceptron(2, Negative()), REAL[:, :1]),
+    "heteroscedastic": (lambda: perceptron(2, natural()), REAL[:, :1]),
 }
 
 
@@ -287,11 +281,8 @@ def test_a_softmax_curvature_of_large_directions_in_single_precision() -> None:
 
 @pytest.mark.parametrize(
     ("factor", "error", "words"),
-    [
-        (-1e3, ArithmeticError, r"must not be negative, got a curvature of -\d"),
-        (math.nan, FloatingPointError, "not finite"),
-    ],
-)
+    [(-1e3, ArithmeticError, r"must not be negative, got a curvature of -\d"), (math.nan, FloatingPointError, "not finite")],
+)  # fmt: skip
 def test_a_curvature_that_is_negative_or_not_finite_is_refused(
     factor: float, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,10 +314,8 @@ def test_a_curvature_that_rounding_hides_is_none(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_subnetworks_other_elements_stay() -> None:
-    for problem in (
-        (perceptron(), "regression", batches(X, REAL)),
-        (perceptron(3), "classification", batches(X, LABELS)),
-    ):
+    of_reals = perceptron(), "regression", batches(X, REAL)
+    for problem in (of_reals, (perceptron(3), "classification", batches(X, LABELS))):
         chosen = torch.tensor([0, 3, 5, 13, 17, 20])
         la = fitted(SubnetLaplace, problem, subnetwork_indices=chosen)
         found, dense = la.fit_linear_mode(problem[2], 1e-10), Dense(la, problem[2])
@@ -339,9 +328,7 @@ def test_a_subnetworks_other_elements_stay() -> None:
         close(la.log_marginal_likelihood(at="linear") - la.log_marginal_likelihood(), falls)
         close(la.fit_linear_mode(problem[2], 1e-10, start=drawn(la.n_params)), found, 1e-7)
     with pytest.raises(ValueError, match="dual"):
-        fitted(
-            SubnetLaplace, (perceptron(), "regression", batches(X, REAL)), subnetwork_indices=chosen
-        ).fit_linear_mode(batches(X, REAL), solver="dual")
+        fitted(SubnetLaplace, of_reals, subnetwork_indices=chosen).fit_linear_mode(of_reals[2], solver="dual")
 
 
 @pytest.mark.parametrize("solver", ["cg", "dual"])
@@ -355,20 +342,11 @@ def test_some_parameters_and_positions(solver: str, subset: Any) -> None:
     close(la.log_marginal_likelihood(at="linear"), dense.exact_evidence())
 
 
-class Scaled(nn.Module):
-    """A parameter with two axes that no rule knows, beside a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer = nn.Parameter(torch.ones(3, 3)), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x @ self.table)
-
-
 def test_frozen_parameters_are_constants() -> None:
-    loader = batches(X, LABELS)
-    la = fitted(KronLaplace, (randomised(Scaled()), "classification", loader), unknown="freeze")
+    """A parameter with two axes that no rule knows, beside a layer."""
+    parts = {"table": nn.Parameter(torch.ones(3, 3)), "layer": nn.Linear(3, 3)}
+    model, loader = randomised(Function(lambda m, x: m.layer(x @ m.table), **parts)), batches(X, LABELS)
+    la = fitted(KronLaplace, (model, "classification", loader), unknown="freeze")
     found, dense = la.fit_linear_mode(loader, 1e-10), Dense(la, loader)
     assert la.parameter_names == ["layer.weight", "layer.bias"]
     close(found, dense.minimum(dense.point), 1e-7)
@@ -455,19 +433,6 @@ def test_the_evidence_at_the_mode_is_a_regressions_exact_one(precision: Any, how
     gap = 0.5 * off @ la.posterior_precision.to_matrix() @ off
     close(la.log_marginal_likelihood(at="linear") - at_network, gap)
     assert torch.equal(la.log_marginal_likelihood(), at_network)
-
-
-def test_a_linear_network_is_bayesian_linear_regression() -> None:
-    """The best precision and noise, by MacKay's conditions on the closed form."""
-    model, x, y = randomised(nn.Sequential(nn.Linear(3, 1, bias=False))), X, REAL[:, :1]
-    la = FullLaplace(model, "regression", prior_precision=0.5, sigma_noise=0.4).fit(batches(x, y))
-    la.optimize_prior_precision(at="linear", tol=1e-10, n_steps=500)
-    d, s2 = la.prior_precision.item(), la.sigma_noise.item() ** 2
-    inverse = torch.linalg.inv(x.T @ x / s2 + d * torch.eye(3).double())
-    w = inverse @ x.T @ y / s2
-    gamma = 3 - d * inverse.trace()
-    best = torch.stack([gamma / (w**2).sum(), ((y - x @ w) ** 2).sum() / (25 - gamma)])
-    close(torch.tensor([d, s2], dtype=torch.float64), best)
 
 
 def test_the_mode_is_held_where_precisions_move() -> None:
@@ -658,44 +623,30 @@ class Changing:
         return iter([(self.change(x), y) if self.passes >= self.since else (x, y) for x, y in self.loader])
 
 
+@pytest.mark.parametrize(
+    ("change", "since"),
+    [
+        *itertools.product((lambda x: 1.001 * x, lambda x: x + 1e-3 * drawn(*x.shape, seed=1).to(x), lambda x: x.flip(0)), (1, 3)),
+        (lambda x: x + 0.3 * drawn(*x.shape, seed=1).to(x), 1),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_data_than_the_fits_are_refused(dtype: torch.dtype) -> None:
+def test_other_data_than_the_fits_are_refused(dtype: torch.dtype, change: Any, since: int) -> None:
+    """Scaled, with noise, of other pairs; at the end of the first pass that has them."""
     model = perceptron(3).to(dtype)
     loader = [(x.to(dtype), y) for x, y in batches(X, LABELS)]
-    la = KronLaplace(model).fit(loader)
-    augmented = Changing(loader, 1, lambda x: x + 0.3 * drawn(*x.shape, seed=1).to(dtype))
+    la, changing = KronLaplace(model).fit(loader), Changing(loader, since, change)
     with pytest.raises(ValueError, match="data must be those of the fit in every pass") as said:
-        la.fit_linear_mode(augmented)
-    assert augmented.passes == 1 and la.linear_mode is None  # at the end of the first pass
-    f = model(X.to(dtype)).double()
-    fitted = -functional.cross_entropy(f, LABELS, reduction="sum").item()
+        la.fit_linear_mode(changing, tol=1e-5)
+    assert changing.passes == since and la.linear_mode is None
+    fitted = -functional.cross_entropy(model(X.to(dtype)).double(), LABELS, reduction="sum").item()
     assert f"where the fit has {fitted:.4g}"[:-1] in str(said.value)
     with pytest.raises(ValueError, match="data must be those of the fit"):
-        la.optimize_prior_precision(at="linear", train_loader=augmented)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda x: 1.001 * x, lambda x: x + 1e-3 * drawn(*x.shape, seed=1).float(), lambda x: x.flip(0)],
-    ids=["scaled", "noise", "other pairs"],
-)
-@pytest.mark.parametrize("since", [1, 3])
-def test_float32_data_that_change_by_a_thousandth_are_refused(change: Callable[[Tensor], Tensor], since: int) -> None:
-    loader = batches(X.float(), LABELS)
-    la = KronLaplace(perceptron(3).float()).fit(loader)
-    with pytest.raises(ValueError, match="data must be those of the fit"):
-        la.fit_linear_mode(Changing(loader, since, change), tol=1e-5)
-
-
-class Breaks(torch.nn.Module):
-    broken = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / 0 * 0 if self.broken else x
+        la.optimize_prior_precision(at="linear", train_loader=Changing(loader, since, change))
 
 
 def test_what_is_not_finite_is_told_whose_it_is() -> None:
-    model = torch.nn.Sequential(Breaks(), *perceptron(3))
+    model = nn.Sequential(Function(lambda m, x: x / 0 * 0 if m.broken else x, broken=False), *perceptron(3))
     loader = batches(X, LABELS)
     la = KronLaplace(model).fit(loader)
     with pytest.raises(FloatingPointError, match="the loader's inputs are not finite in pass 1"):

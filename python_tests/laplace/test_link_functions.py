@@ -68,10 +68,8 @@ def test_a_dirichlet_needs_variance_in_every_direction(link: str, dtype: torch.d
     mean, flat = mean.to(dtype), flat.to(dtype)
     with pytest.warns(UserWarning, match="3 of 6 predictions have logits without a variance of their own"):
         found = softmax_probabilities(link, mean, flat)
-    expected = torch.cat(
-        [softmax_probabilities("probit_full", mean, flat)[:3], softmax_probabilities(link, mean[3:], flat[3:])]
-    )
-    torch.testing.assert_close(found, expected)
+    parts = softmax_probabilities("probit_full", mean, flat)[:3], softmax_probabilities(link, mean[3:], flat[3:])
+    torch.testing.assert_close(found, torch.cat(parts))
     torch.testing.assert_close(found[2], torch.softmax(mean[2], 0))
 
 
@@ -96,8 +94,7 @@ def test_masked_classes_leave_the_links_of_the_others(link: str, of_masked: str)
         found = probabilities(link, mean.masked_fill(masked, -math.inf), given)
         for p, m, c, gone in zip(found, mean, covariance, masked, strict=True):
             left = (~gone).nonzero()[:, 0]
-            expected = (
-                p.new_ones(1) if len(left) == 1 else probabilities(link, m[left][None], c[left][:, left][None])[0]
-            )
+            alone = len(left) == 1
+            expected = p.new_ones(1) if alone else probabilities(link, m[left][None], c[left][:, left][None])[0]
             torch.testing.assert_close(p[left], expected, rtol=1e-12, atol=0)
             assert (p[gone] == 0).all()

@@ -19,14 +19,11 @@ from ella_cuda.nn import CircularConv2d, FactoredLinear2d, RelaxedEquivariance, 
 from ella_cuda.training import MarglikTrainer, marglik_training
 from ella_cuda.training.processes import StepTogether
 from ella_cuda.training.step import TrainingStep
+from python_tests.laplace.checks import Function
 
 
 def network() -> nn.Module:
-    paths = {
-        "conv": CircularConv2d(1, 3),
-        "f_fc": FactoredLinear2d(1, 3, 4, 4),
-        "s_fc": SparseFactoredLinear2d(1, 3, 4, 4),
-    }
+    paths = {"conv": CircularConv2d(1, 3), "f_fc": FactoredLinear2d(1, 3, 4, 4), "s_fc": SparseFactoredLinear2d(1, 3, 4, 4)}  # fmt: skip
     return nn.Sequential(RelaxedEquivariance(paths), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 4))
 
 
@@ -38,13 +35,8 @@ def numbers(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Te
         evidence = la.log_marginal_likelihood(precision)
         (slope,) = torch.autograd.grad(evidence, precision)
     optimized = la.optimize_prior_precision(n_steps=3)
-    return [
-        evidence.detach(),
-        slope,
-        la.log_likelihood,
-        optimized,
-        torch.tensor(list(la.effective_parameters().values())),
-    ]
+    effective = torch.tensor(list(la.effective_parameters().values()))
+    return [evidence.detach(), slope, la.log_likelihood, optimized, effective]
 
 
 @pytest.fixture
@@ -154,16 +146,9 @@ def test_what_is_asked_of_a_posterior_is_that_without_autocast(case, device):
     def asked(la):
         generator = torch.Generator(device).manual_seed(0)
         posterior = la.posterior_precision
-        return [
-            posterior.bmm(vectors),
-            posterior.square_form(vectors),
-            posterior.to_matrix(),
-            posterior.diag(-1),
-            la.sample(2, generator),
-            la.log_prob(vectors),
-            la.functional_variance(jacobians),
-            la.functional_covariance(jacobians),
-        ]
+        products = posterior.bmm(vectors), posterior.square_form(vectors), posterior.to_matrix(), posterior.diag(-1)
+        drawn = la.sample(2, generator), la.log_prob(vectors)
+        return [*products, *drawn, la.functional_variance(jacobians), la.functional_covariance(jacobians)]
 
     with torch.autocast(device.type, torch.bfloat16):
         found = asked(KronLaplace(model, prior_precision=0.5).fit([(x, y)]))
@@ -248,25 +233,22 @@ def test_outputs_after_a_training_under_autocast_are_of_its_weights(device):
         assert line(x)[0].item() == 0.5
 
 
-class OwnAutocast(nn.Module):
+def own_autocast(reduces: bool) -> nn.Module:
     """A network that reduces a part of itself."""
 
-    def __init__(self, reduces: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(1, 3, 3, padding=1), CircularConv2d(3, 3)
-        self.third, self.last = FactoredLinear2d(3, 2, 4, 2), nn.Linear(8, 4)
-        self.relu, self.reduces = nn.ReLU(), reduces
+    def forward(m, x):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=reduces):
+            x = m.third(m.relu(m.second(m.first(x))))
+            return m.last(x.flatten(1))
 
-    def forward(self, x):
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.reduces):
-            x = self.third(self.relu(self.second(self.first(x))))
-            return self.last(x.flatten(1))
+    convs = {"first": nn.Conv2d(1, 3, 3, padding=1), "second": CircularConv2d(3, 3)}
+    return Function(forward, **convs, third=FactoredLinear2d(3, 2, 4, 2), last=nn.Linear(8, 4), relu=nn.ReLU())
 
 
 def test_a_network_with_autocast_of_its_own(case, device):
     """Its factors are those of the network without, to bfloat16's digits."""
     _, x, y = case
-    reduced, full = OwnAutocast(True).to(device), OwnAutocast(False).to(device)
+    reduced, full = own_autocast(True).to(device), own_autocast(False).to(device)
     full.load_state_dict(reduced.state_dict())
     found, expected = (KronLaplace(m).fit([(x, y)]) for m in (reduced, full))
     for name, factor in expected.factors.items():
@@ -289,7 +271,7 @@ def test_a_network_with_autocast_of_its_own(case, device):
 def test_reduced_activations_lose_nothing_in_the_input_sides(case, device):
     """The oracle is float64 on the same 16-bit numbers."""
     _, x, y = case
-    model, seen = OwnAutocast(True).to(device), {}
+    model, seen = own_autocast(True).to(device), {}
     for name in ("second", "last"):
         layer = getattr(model, name)
         layer.register_forward_pre_hook(lambda module, args, name=name: seen.update({name: args[0].detach()}))
@@ -314,7 +296,7 @@ class OwnConvRule(Conv2dRule):
 
 def test_a_rule_with_inputs_of_its_own_gets_float32(case, device):
     _, x, y = case
-    model = OwnAutocast(True)
+    model = own_autocast(True)
     model.second = OwnConv(3, 3)
     KronLaplace(model.to(device)).fit([(x, y)])
 

@@ -17,22 +17,12 @@ IMAGES, CLASSES = 5, 3
 def around(norm: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     """A network with the layer between nonlinear ones, whose input at the layer is ``(N, *shape)``."""
     size = int(torch.Size(shape).numel())
-    layers = (
-        nn.Linear(4, size),
-        nn.Tanh(),
-        nn.Unflatten(1, shape),
-        norm,
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(size, CLASSES),
-    )
-    return checks.randomised(nn.Sequential(*layers), 0.7)
+    before = nn.Linear(4, size), nn.Tanh(), nn.Unflatten(1, shape)
+    return checks.randomised(nn.Sequential(*before, norm, nn.Tanh(), nn.Flatten(), nn.Linear(size, CLASSES)), 0.7)
 
 
 @pytest.mark.parametrize("parameters", ["trained", "frozen", "none"])
-@pytest.mark.parametrize(
-    ("kind", "shape"), [(nn.BatchNorm1d, (3,)), (nn.BatchNorm1d, (3, 5)), (nn.BatchNorm3d, (3, 2, 1, 3))]
-)
+@pytest.mark.parametrize(("kind", "shape"), [(nn.BatchNorm1d, (3,)), (nn.BatchNorm1d, (3, 5)), (nn.BatchNorm3d, (3, 2, 1, 3))])  # fmt: skip
 def test_gradients_go_back_through_a_norm_of_constants(kind, shape, parameters, dense_ggn):
     """To the bias before it, whose block is exact; an activation in place follows."""
     model = around(kind(3), shape)
@@ -46,11 +36,9 @@ def test_gradients_go_back_through_a_norm_of_constants(kind, shape, parameters, 
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11 * float(expected.abs().max()))
 
 
+# Of a trained norm the hook of all is refused: what comes back is no gradient at its own output.
 @pytest.mark.parametrize(
-    (
-        "kind",
-        "trained",
-    ),  # of a trained norm the hook of all is refused: what comes back is no gradient at its own output
+    ("kind", "trained"),
     [("own forward", True), ("own forward", False), ("hook of all", False), ("subclass", True), ("subclass", False)],
 )
 def test_another_output_than_the_norms_is_left_to_autograd(kind, trained, dense_ggn):
@@ -80,20 +68,16 @@ def test_another_output_than_the_norms_is_left_to_autograd(kind, trained, dense_
 def test_a_norm_inside_of_a_transform_of_the_forward(transform):
     """A frozen part whose derivative is an input of the rest."""
 
-    class Slopes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.part, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        x = m.first(x)
+        if transform == "grad":
+            return m.head(torch.func.grad(lambda v: m.part(v).square().sum())(x))
+        with torch.autograd.forward_ad.dual_level():
+            dual = m.part(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+            return m.head(torch.autograd.forward_ad.unpack_dual(dual).tangent + x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            if transform == "grad":
-                return self.head(torch.func.grad(lambda v: self.part(v).square().sum())(x))
-            with torch.autograd.forward_ad.dual_level():
-                dual = self.part(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
-                return self.head(torch.autograd.forward_ad.unpack_dual(dual).tangent + x)
-
-    model = checks.randomised(Slopes(), 0.7)
+    layers = {"first": nn.Linear(4, 6), "part": nn.BatchNorm1d(6), "head": nn.Linear(6, CLASSES)}
+    model = checks.randomised(checks.Function(forward, **layers), 0.7)
     model.part.requires_grad_(False)
     x, y = torch.randn(IMAGES, 4, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
     found = KronLaplace(model).fit([(x, y)]).factors["head.bias"].to_dense()[0]

@@ -195,9 +195,7 @@ def test_output_sides_of_wide_layers_on_raw_pixels_are_float64s():
     x = torch.randint(256, (600, 100)).float()
     torch.manual_seed(0)
     model, y = nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 3)), torch.randn(600, 3)
-    single = KronLaplace(model, "regression", prior_precision=1e-2).fit(
-        list(zip(x.split(100), y.split(100), strict=True))
-    )
+    single = KronLaplace(model, "regression", prior_precision=1e-2).fit([*zip(x.split(100), y.split(100), strict=True)])
     double = KronLaplace(copy.deepcopy(model).double(), "regression", prior_precision=1e-2)
     double.fit([(x.double(), y.double())])
     assert (single.log_det_ratio - double.log_det_ratio).abs() / 2 < 0.3
@@ -218,9 +216,7 @@ def test_eigenvectors_of_few_rows_are_completed(monkeypatch):
     torch.testing.assert_close(vectors.mT @ vectors, torch.eye(300).double())
     torch.testing.assert_close(vectors * values @ vectors.mT, x.mT @ x / 5)
     assert (values > 0).sum() == 5
-    dense = torch.linalg.inv(
-        x.mT @ x + 0.1 * torch.eye(300).double()
-    )  # the output side is the number of data times the identity
+    dense = torch.linalg.inv(x.mT @ x + 0.1 * torch.eye(300).double())  # B is the number of data times the identity
     found = la.functional_variance(x)[:, 0, 0] - la.functional_variance(0 * x)[:, 0, 0]
     torch.testing.assert_close(found, (x @ dense * x).sum(1))
 
@@ -231,9 +227,7 @@ def test_a_variance_beyond_the_dtype_names_the_data_point(scale):
     la = KronLaplace(model, "regression").fit([(x, torch.zeros(4, 2))])
     x[2] *= scale
     for predict in (la, la.functional_variance, la.functional_covariance):
-        with pytest.raises(
-            FloatingPointError, match=r"outputs of data point 2 is beyond torch.float32.*model.double\(\)"
-        ):
+        with pytest.raises(FloatingPointError, match=r"data point 2 is beyond torch.float32.*model.double\(\)"):
             predict(x)
     wide = KronLaplace(copy.deepcopy(model).double(), "regression").fit([(x[:2].double(), torch.zeros(2, 2).double())])
     assert wide.functional_variance(x.double()).isfinite().all()

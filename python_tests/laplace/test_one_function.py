@@ -14,6 +14,7 @@ from torch.nn.modules import module as of_all_modules
 
 from ella_cuda import marglik_training
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, exact_log_marginal_likelihood
+from python_tests.laplace.checks import Function
 
 
 class Net(nn.Module):
@@ -72,11 +73,8 @@ def test_hooks_of_all_modules_are_refused_and_left_where_they_are(register, hook
     try:
         with pytest.raises(ValueError, match="hook of all modules"):
             KronLaplace(Net()).fit([data()])
-        tables = (
-            of_all_modules._global_forward_hooks,
-            of_all_modules._global_backward_hooks,
-            of_all_modules._global_backward_pre_hooks,
-        )
+        names = "_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"
+        tables = [getattr(of_all_modules, name) for name in names]
         assert [one for table in tables for one in table.values()] == [hook]
     finally:
         handle.remove()
@@ -105,11 +103,8 @@ def test_gradients_of_parameters_are_the_users():
 
 
 def test_straight_through_functions_are_allowed():
-    class Straight(nn.Module):
-        def forward(self, h):
-            return h + (h.round() - h).detach()
-
-    assert KronLaplace(nn.Sequential(nn.Linear(4, 5), Straight(), nn.Linear(5, 3))).fit([data()]).n_data == 6
+    straight = Function(lambda m, h: h + (h.round() - h).detach())
+    assert KronLaplace(nn.Sequential(nn.Linear(4, 5), straight, nn.Linear(5, 3))).fit([data()]).n_data == 6
 
 
 # random numbers ---------------------------------------------------------------------------------------------------------
@@ -186,16 +181,9 @@ def test_dropout_that_evaluation_ends_is_exact():
 
 
 def test_a_network_that_draws_between_its_layers_is_named_itself():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
-
-        def forward(self, x):
-            return self.last(F.dropout(self.first(x)))
-
-    with pytest.raises(ValueError, match="fit: Net draws random numbers"):
-        KronLaplace(Net()).fit([data()])
+    model = Function(lambda m, x: m.last(F.dropout(m.first(x))), first=nn.Linear(4, 6), last=nn.Linear(6, 3))
+    with pytest.raises(ValueError, match="fit: Function draws random numbers"):
+        KronLaplace(model).fit([data()])
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])

@@ -225,32 +225,20 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
     "tied weights": (lambda: tied(True, True), rows, {"0": ["0.weight", "0.bias", "3.bias"]}),
     "tied weights, the second without": (lambda: tied(True, False), rows, {}),
     "tied weights, the first without": (lambda: tied(False, True), rows, {}),
-    "embedding": (
-        lambda: nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(16, 3)),
-        tokens,
-        {"0": ["0.weight"]},
-    ),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(16, 3)), tokens, {"0": ["0.weight"]}),
     "embedding of bounded norm": (
         lambda: nn.Sequential(nn.Embedding(7, 4, max_norm=2.0), nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, 3)),
         tokens,
         {},
     ),
     "own layer": (lambda: mlp(OwnLinear(), nn.LayerNorm(4)), rows, {}),
-    "own convolution": (
-        lambda: nn.Sequential(Standardised(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)),
-        images,
-        {},
-    ),
+    "own convolution": (lambda: nn.Sequential(Standardised(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)), images, {}),
     "own norm": (lambda: norms(ChannelsLast(4)), images, FIRST),
     "weight normalisation": (parametrised, rows, {}),
     "frozen bias": (lambda: frozen("0.bias"), rows, {"3": ["3.weight"]}),
     "frozen weight": (lambda: frozen("3.weight"), rows, FIRST),
     "factored": (lambda: factored(True), images, {"0": ["0.weight_out", "0.bias_out"]}),
-    "factored without biases": (
-        lambda: factored(False),
-        images,
-        {"0.weight_in": ["0.weight_in"], "0.weight_out": ["0.weight_out"]},
-    ),
+    "factored without biases": (lambda: factored(False), images, {"0.weight_in": ["0.weight_in"], "0.weight_out": ["0.weight_out"]}),
     "sparse": (
         lambda: nn.Sequential(
             SparseConv2d(2, 3),
@@ -273,11 +261,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
     ),
     "a single path": (lambda: relaxed(), images, {"0.conv.0": ["0.conv.0.weight", "0.conv.0.bias"]}),
     "several paths": (lambda: relaxed("f_fc"), images, {}),
-    "polyphase": (
-        lambda: norms(nn.Sequential(nn.Identity(), PolyphasePool2d(), nn.BatchNorm2d(4)), padding=1),
-        images,
-        FIRST,
-    ),
+    "polyphase": (lambda: norms(nn.Sequential(nn.Identity(), PolyphasePool2d(), nn.BatchNorm2d(4)), padding=1), images, FIRST),
     "over a group": (
         over_group,
         images,
@@ -304,7 +288,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
     "average pool": (lambda: norms(nn.Sequential(nn.AvgPool2d(2), nn.BatchNorm2d(4))), images, FIRST),
     "padding with ones": (lambda: norms(nn.Sequential(nn.ConstantPad2d(1, 1.0), nn.BatchNorm2d(4))), images, {}),
     "padded by the input": (lambda: norms(nn.BatchNorm2d(4), padding=1, padding_mode="reflect"), images, FIRST),
-}
+}  # fmt: skip
 # Layers of the rest that may have a factor all the same: max pooling is a nonlinearity, but positive factors go through it, and the
 # statistics of a batch take the bias away that follows a depthwise filter.
 INVARIANT = {("max pool", "0"), ("over a group", "conv.spatial")}
@@ -365,9 +349,7 @@ def test_every_convolution_of_resnet18_is_a_group() -> None:
     assert len(groups[-1][1]) == 42
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: neyshabur("gconv+s_conv+f_fc", 1, 3, width=1), lambda: nn.Linear(3, 2), OwnLinear]
-)
+@pytest.mark.parametrize("make", [lambda: neyshabur("gconv+s_conv+f_fc", 1, 3, width=1), lambda: nn.Linear(3, 2), OwnLinear])  # fmt: skip
 def test_networks_without_norms(make: Callable[[], nn.Module]) -> None:
     """The paper's, and models that are one layer."""
     model = make()

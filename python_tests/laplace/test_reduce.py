@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import ella_cuda
-from ella_cuda.laplace import KronLaplace, Rule, register
+from ella_cuda.laplace import KronLaplace, register
+from python_tests.laplace.checks import Function
+from python_tests.laplace.jacobians import Scaled
 
 IMAGES, CLASSES = 5, 2
 
@@ -33,13 +35,8 @@ def pooled(*layers: nn.Module) -> nn.Sequential:
     return model
 
 
-class MeanOfPositions(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
 DEEP_LINEAR: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "positions": (lambda: pooled(nn.Linear(3, 2), nn.Linear(2, 4), MeanOfPositions(), nn.Linear(4, 2)), (5, 3)),
+    "positions": (lambda: pooled(nn.Linear(3, 2), nn.Linear(2, 4), Function(lambda m, x: x.mean(1)), nn.Linear(4, 2)), (5, 3)),
     "images": (
         lambda: pooled(
             nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
@@ -50,7 +47,7 @@ DEEP_LINEAR: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (2, 4, 3),
     ),
-}
+}  # fmt: skip
 
 
 def in_order(block: Tensor, parameter: Tensor) -> Tensor:
@@ -82,27 +79,6 @@ def test_it_is_exact_where_a_linear_network_averages_positions(name, dense_ggn):
 # who knows the setting -----------------------------------------------------------------------------------------------
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-@register(Scale)
-class ScaleRule(Rule):
-    def shapes(self):
-        return {"weight": ella_cuda.laplace.factors.FactorShape.bias(3)}
-
-    def inputs(self, x):
-        self.kept = x
-
-    def outputs(self, gradient):
-        self.factors["weight"].output_moment.add((gradient * self.kept).flatten(0, 1)[:, None])
-
-
 class Convolution(nn.Conv1d):
     """A layer of its own, for the rule below."""
 
@@ -119,14 +95,14 @@ class OwnInputsRule(ella_cuda.laplace.rules.ConvNdRule):
 
 
 def test_rules_that_do_not_reduce_are_refused_in_one_message():
-    model = nn.Sequential(Convolution(2, 3, 2), nn.Flatten(), nn.Linear(6, 3), Scale(), Scale()).double()
+    model = nn.Sequential(Convolution(2, 3, 2), nn.Flatten(), nn.Linear(6, 4), Scaled(), Scaled()).double()
     with pytest.raises(ValueError) as error:
         KronLaplace(model, approximation="reduce")
     said = str(error.value)
     for words in (
         "layer '0' (Convolution): OwnInputsRule",
-        "layer '3' (Scale)",
-        "layer '4' (Scale): ScaleRule does not serve",
+        "layer '3' (Scaled)",
+        "layer '4' (Scaled): ScaledRule does not serve",
     ):
         assert words in said
     assert "approximation='reduce'. Use approximation='expand', freeze" in said and "'2'" not in said
@@ -165,25 +141,18 @@ def test_training_takes_it():
         ella_cuda.marglik_training(model, [batch], approximation="sum")
 
 
-class Autocast(nn.Module):
-    """Reduces what is between its layers by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(3, CLASSES)
-        self.seen: list[Tensor] = []
-        self.second.register_forward_pre_hook(lambda module, args: self.seen.append(args[0].detach()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.last(self.second(self.first(x)).float().mean(1))
-
-
 def test_means_of_reduced_inputs_are_not_rounded_to_their_type():
-    model = Autocast()
+    """Of a network that reduces what is between its layers by itself."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return m.last(m.second(m.first(x)).float().mean(1))
+
+    model, inputs = Function(forward, first=nn.Linear(4, 8), second=nn.Linear(8, 3), last=nn.Linear(3, CLASSES)), []
+    model.second.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
     x = torch.randn(IMAGES, 30, 4)
     la = reduced(model, (x, torch.randint(CLASSES, (IMAGES,))))
-    seen = next(s for s in model.seen if len(s) == IMAGES)
+    seen = next(s for s in inputs if len(s) == IMAGES)
     assert seen.dtype == torch.bfloat16
     mean = seen.double().mean(1)
     expected = (mean.T @ mean / IMAGES)[None]

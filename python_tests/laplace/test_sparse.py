@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.laplace.evidence import evidence_at
 from ella_cuda.nn import PolyphasePool2d, RelaxedEquivariance, SparseConv2d, SparseFactoredLinear2d, SpatialBasis
+from python_tests.laplace.checks import Function
+from python_tests.laplace.jacobians import Scaled
 from python_tests.ops.checks import assert_same
 
 KINDS = ("interpolating", "exponential")
@@ -116,31 +118,9 @@ def test_exact_evidence_has_the_value_and_the_derivative_of_the_evidence(
 
 def test_exact_evidence_of_rules_that_leave_differentiation_to_autograd():
     """The rule of the layer in between defines `outputs` only, and the next layer works in place."""
-
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.randn(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.scale[:, None, None]
-
-    from ella_cuda.laplace import FactorShape, Rule, register
-
-    @register(Scale)
-    class ScaleRule(Rule):
-        def shapes(self):
-            return {"scale": FactorShape.bias(3)}
-
-        def inputs(self, x):
-            self.x = x
-
-        def outputs(self, gradient):
-            self.factors["scale"].output_moment.add((gradient * self.x).sum((3, 4)).flatten(0, 1)[:, None])
-
     layer = SparseConv2d(2, 3)
-    head = nn.Linear(16, 2)
-    model = randomise(nn.Sequential(layer, Scale(), nn.LeakyReLU(inplace=True), nn.Flatten(2), head, nn.Flatten()))
+    behind = nn.Flatten(2), nn.Linear(16, 2), nn.Flatten()
+    model = randomise(nn.Sequential(layer, Scaled(), nn.LeakyReLU(inplace=True), *behind))
     x, y = torch.randn(4, 2, 4, 4, dtype=torch.float64), torch.randint(6, (4,))
     la = KronLaplace(model)
     omega = layer.basis.inverse_lengthscale.requires_grad_()
@@ -182,9 +162,7 @@ def test_the_evidence_is_differentiable_with_its_factors_held(kind, likelihood, 
         def log_det(step: float, buffer: Tensor = buffer, index: tuple[int, ...] = index) -> float:
             with torch.no_grad():
                 buffer[index] += step  # the factors follow by their projections, without a new fit
-                value = sum(
-                    torch.logdet(torch.eye(len(m), dtype=m.dtype) * 0.6 + m / sigma**2).item() for m in blocks()
-                )
+                value = sum(torch.logdet(torch.eye(len(m)).double() * 0.6 + m / sigma**2).item() for m in blocks())
                 buffer[index] -= step
             return value
 
@@ -296,16 +274,8 @@ def test_exact_evidence_refuses_what_fit_refuses():
 
 
 def test_a_buffer_that_shapes_no_basis_has_the_data_fits_gradient():
-    class Tempered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
-            self.register_buffer("temperature", torch.tensor(0.8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) * self.temperature
-
-    model = Tempered().double()
+    parts = {"linear": nn.Linear(3, 2), "temperature": nn.Buffer(torch.tensor(0.8))}
+    model = Function(lambda m, x: m.linear(x) * m.temperature, **parts).double()
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
     temperature = model.temperature.requires_grad_()
     la = KronLaplace(model).fit([(x, y)])

@@ -10,7 +10,6 @@ from torch import nn
 
 from ella_cuda.laplace import KronLaplace, SecondMoment, eigenvalues
 from ella_cuda.laplace.likelihoods import Classification, Columns
-from ella_cuda.models import neyshabur
 from ella_cuda.nn import FactoredLinear2d
 
 
@@ -34,13 +33,6 @@ def assert_same(first: KronLaplace, second: KronLaplace) -> None:
         torch.testing.assert_close(factor.outputs, second.factors[name].outputs, rtol=1e-11, atol=1e-14, msg=name)
     torch.testing.assert_close(first.log_marginal_likelihood(), second.log_marginal_likelihood(), rtol=1e-12, atol=0)
     assert first.n_data == second.n_data
-
-
-@pytest.mark.parametrize("resolution", ["shared", "per_channel"])
-@pytest.mark.parametrize("size", [1, 2, 6])
-def test_batch_size(model, data, batches, resolution, size):
-    whole = KronLaplace(model, resolution=resolution).fit([data])
-    assert_same(KronLaplace(model, resolution=resolution).fit(batches(*data, size)), whole)
 
 
 def test_an_empty_batch_changes_nothing(model, data):
@@ -95,14 +87,6 @@ def test_a_narrow_block_keeps_its_zero_eigenvalue():
     assert values[0].abs() < 1e-12 * values[-1]  # products of float32 leave 1e-8
 
 
-def test_monte_carlo_is_seeded_by_the_generator(model, data):
-    def fit(seed):
-        return KronLaplace(model, fisher="mc").fit([data], generator=torch.Generator().manual_seed(seed))
-
-    assert_same(fit(1), fit(1))
-    assert not torch.equal(fit(1).factors["0.weight"].outputs, fit(2).factors["0.weight"].outputs)
-
-
 def test_the_model_is_left_as_it_was(data):
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(32, 3), nn.Tanh(), nn.Linear(3, 4)).double()
     model[2].eval()
@@ -122,23 +106,6 @@ def test_the_model_is_left_as_it_was_after_an_error(model, data):
     assert all(m.training for m in model.modules())
     assert all(p.requires_grad for p in model.parameters())
     assert not any(m._forward_hooks for m in model.modules())
-
-
-def test_dropout_is_off_during_a_fit(data):
-    def make(p):
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Flatten(), nn.Dropout(p), nn.Linear(32, 4)).double()
-
-    assert_same(KronLaplace(make(0.5)).fit([data]), KronLaplace(make(0.0)).fit([data]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_factors_are_float64_whatever_the_model_is(dtype):
-    model = neyshabur("f_fc+conv+fc", in_channels=1, num_classes=3, width=1).to(dtype)
-    la = KronLaplace(model).fit([(torch.randn(2, 1, 32, 32, dtype=dtype), torch.tensor([0, 2]))])
-    assert {f.inputs.dtype for f in la.factors.values()} | {f.outputs.dtype for f in la.factors.values()} == {
-        torch.float64
-    }
 
 
 def test_blocks_are_decomposed_a_few_at_a_time(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ella_cuda import ops
 from ella_cuda.laplace import KronLaplace
@@ -61,17 +60,3 @@ def test_a_hook_on_the_layer_is_obeyed(device):
     assert_same_factors(*hooked)
     plain = KronLaplace(network(StridedCircularConv2d).to(device)).fit(data(device))
     assert not torch.allclose(plain.factors["0.weight"].outputs, hooked[0].factors["0.weight"].outputs)
-
-
-class Checkpointed(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def test_within_a_checkpoint(device):
-    """The layer is computed anew while columns go back, and its choice is the same."""
-    plain, model = (network(StridedCircularConv2d).to(device) for _ in range(2))
-    parts = list(model)
-    model = nn.Sequential(Checkpointed(*parts[:4]), *parts[4:])
-    ours, theirs = (KronLaplace(m).fit(data(device)) for m in (model, plain))
-    assert_same_factors(ours, theirs)

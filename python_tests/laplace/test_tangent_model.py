@@ -14,11 +14,7 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional
 
 from ella_cuda.laplace import TangentModel
-from python_tests.laplace.checks import randomised
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from python_tests.laplace.checks import Function, drawn, randomised
 
 
 def dense(model: nn.Module, x: Any) -> Tensor:
@@ -38,51 +34,47 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """A linear layer under two names, and a weight of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.again, self.other = self.first, nn.Linear(3, 3, bias=False)
-        self.other.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.again(self.first(x).tanh()).tanh())
+    first, other = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+    other.weight = first.weight
+    layers = {"first": first, "again": first, "other": other}
+    return Function(lambda m, x: m.other(m.again(m.first(x).tanh()).tanh()), **layers)
 
 
-class Words(nn.Module):
+def words(module: bool = True, sparse: bool = False, share: bool = True) -> nn.Module:
     """An embedding with a padding's row that the head uses too, as a layer's weight or by a function."""
 
-    def __init__(self, module: bool = True, sparse: bool = False, share: bool = True) -> None:
-        super().__init__()
-        self.embed, self.mix = nn.Embedding(5, 4, padding_idx=1, sparse=sparse), nn.Linear(4, 4)
-        self.head = nn.Linear(4, 5, bias=False) if module else None
-        if module and share:
-            self.head.weight = self.embed.weight
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.mix(m.embed(x).tanh()).mean(1).tanh()
+        return functional.linear(h, m.embed.weight) if m.head is None else m.head(h)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.mix(self.embed(x).tanh()).mean(1).tanh()
-        return functional.linear(h, self.embed.weight) if self.head is None else self.head(h)
-
-
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, dropout=0.5)
-        self.layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.attention(x, x, x)[0])[:, 0]
+    embed = nn.Embedding(5, 4, padding_idx=1, sparse=sparse)
+    head = nn.Linear(4, 5, bias=False) if module else None
+    if module and share:
+        head.weight = embed.weight
+    return Function(forward, embed=embed, mix=nn.Linear(4, 4), head=head)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.layer, self.head = kind(4, 3, batch_first=True), nn.Linear(3, 2)
+def attending() -> nn.Module:
+    attention = nn.MultiheadAttention(4, 2, batch_first=True, dropout=0.5)
+    layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
+    return Function(lambda m, x: m.layer(m.attention(x, x, x)[0])[:, 0], attention=attention, layer=layer)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0][:, -1])
+
+def recurrent(kind: type[nn.Module]) -> nn.Module:
+    layers = {"layer": kind(4, 3, batch_first=True), "head": nn.Linear(3, 2)}
+    return Function(lambda m, x: m.head(m.layer(x)[0][:, -1]), **layers)
+
+
+def several() -> nn.Module:
+    layers = {"first": nn.Linear(3, 2), "second": nn.Linear(2, 2)}
+    return Function(lambda m, a, b: (m.first(a) * m.second(b)).tanh(), **layers)
+
+
+def calls(function: Any) -> nn.Module:
+    parts = {"first": nn.Linear(3, 4), "last": nn.Linear(4, 2), "function": function}
+    return Function(lambda m, x: m.last(m.function.apply(m.first(x))), **parts)
 
 
 class Sine(torch.autograd.Function):
@@ -106,24 +98,6 @@ class OnceSine(Sine):
         return grad.detach() * ctx.saved_tensors[0].cos()
 
 
-class Calls(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.first, self.last, self.function = nn.Linear(3, 4), nn.Linear(4, 2), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function.apply(self.first(x)))
-
-
-class Several(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 2)
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return (self.first(a) * self.second(b)).tanh()
-
-
 def normed(dropout: float = 0.5) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(dropout), nn.Flatten(), nn.Linear(12, 2)
@@ -143,18 +117,18 @@ def scalars() -> nn.Module:
 WORDS = torch.tensor([[0, 1, 2], [3, 1, 4], [2, 2, 0]])
 NETWORKS = {
     "convolutions": (normed, drawn(3, 2, 4, 4)),
-    "tied": (Tied, drawn(3, 3)),
+    "tied": (tied, drawn(3, 3)),
     "frozen": (frozen, drawn(3, 3)),
     "one output": (scalars, drawn(3, 3)),
-    "words": (lambda: Words(share=False), WORDS),
-    "words, sparse gradients": (lambda: Words(sparse=True, share=False), WORDS),
-    "tied words": (Words, WORDS),
-    "tied words by a function": (lambda: Words(False), WORDS),
-    "attention": (Attending, drawn(2, 3, 4)),
-    "LSTM": (lambda: Recurrent(nn.LSTM), drawn(3, 3, 4)),
-    "GRU": (lambda: Recurrent(nn.GRU), drawn(3, 3, 4)),
-    "tuple": (Several, (drawn(3, 3), drawn(3, 2, seed=1))),
-    "mapping": (Several, {"b": drawn(3, 2), "a": drawn(3, 3, seed=1)}),
+    "words": (lambda: words(share=False), WORDS),
+    "words, sparse gradients": (lambda: words(sparse=True, share=False), WORDS),
+    "tied words": (words, WORDS),
+    "tied words by a function": (lambda: words(False), WORDS),
+    "attention": (attending, drawn(2, 3, 4)),
+    "LSTM": (lambda: recurrent(nn.LSTM), drawn(3, 3, 4)),
+    "GRU": (lambda: recurrent(nn.GRU), drawn(3, 3, 4)),
+    "tuple": (several, (drawn(3, 3), drawn(3, 2, seed=1))),
+    "mapping": (several, {"b": drawn(3, 2), "a": drawn(3, 3, seed=1)}),
 }
 
 
@@ -231,10 +205,8 @@ def test_a_network_that_draws_is_named(own: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "x"),
-    [(scalars, drawn(3, 3)), (Words, WORDS), (lambda: Words(False), WORDS)],
-    ids=["plain", "tied", "by a function"],
-)
+    ("make", "x"), [(scalars, drawn(3, 3)), (words, WORDS), (lambda: words(False), WORDS)], ids=["plain", "tied", "by a function"]
+)  # fmt: skip
 def test_the_way_is_the_forward_mode(make: Any, x: Tensor) -> None:
     """Padding leaves it; a copy that is older than the first product finds it too."""
     tangent = TangentModel(randomised(make()))
@@ -273,12 +245,8 @@ def test_later_values_do_not_matter(names: list[str] | None) -> None:
         torch.testing.assert_close(tangent.jvp(x, u), dense(model, x)[..., -24:] @ u)
 
     def all_of_it() -> list[Tensor]:
-        return [
-            tangent.jvp(x, u),
-            tangent.vjp(x, r),
-            tangent.offset(x),
-            tangent.push_pull(x, u, lambda f, along: f),
-        ]
+        found = tangent.jvp(x, u), tangent.vjp(x, r), tangent.offset(x)
+        return [*found, tangent.push_pull(x, u, lambda f, along: f)]
 
     before = all_of_it()
     with torch.no_grad():
@@ -289,7 +257,7 @@ def test_later_values_do_not_matter(names: list[str] | None) -> None:
 
 
 def test_a_function_without_a_forward_mode_is_differentiated_by_gradients() -> None:
-    model, x = randomised(Calls(Sine)), drawn(5, 3)
+    model, x = randomised(calls(Sine)), drawn(5, 3)
     tangent, jacobian = TangentModel(model), dense(_with(model, torch.sin), x)
     u = drawn(2, tangent.n_params)
     torch.testing.assert_close(tangent.jvp(x, u), torch.stack([jacobian @ one for one in u]))
@@ -316,7 +284,7 @@ def _with(model: nn.Module, function: Any) -> nn.Module:
 
 
 def test_a_function_that_is_differentiable_once_is_refused_every_time() -> None:
-    tangent, x = TangentModel(randomised(Calls(OnceSine))), drawn(5, 3)
+    tangent, x = TangentModel(randomised(calls(OnceSine))), drawn(5, 3)
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="differentiable once"):
             tangent.jvp(x, tangent.point)
@@ -370,16 +338,12 @@ ROWS = torch.linspace(-1, 1, 30, dtype=torch.float64)[:, None]
 
 def test_a_wrong_forward_mode_of_a_later_data_point_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = tampered(monkeypatch, "jvp"), torch.cat([ROWS[:3], torch.full((1, 1), 6.0).double()])
-    tangent, jacobian = TangentModel(model), dense(nn.Sequential(model[0], Square(), model[2]), x)
+    tangent = TangentModel(model)
+    jacobian = dense(nn.Sequential(model[0], Function(lambda m, x: x.square()), model[2]), x)
     u = drawn(tangent.n_params)
     torch.testing.assert_close(tangent.jvp(x, u), jacobian @ u)
     expected = torch.tensordot(jacobian @ u, jacobian, 2)
     torch.testing.assert_close(TangentModel(model).push_pull(x, u, lambda f, along: along), expected)
-
-
-class Square(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square()
 
 
 @pytest.mark.parametrize("product", ["jvp", "vjp", "push_pull"])
@@ -437,7 +401,7 @@ class Rounded(torch.autograd.Function):
 
 
 def test_a_straight_through_function_has_the_derivative_that_it_says() -> None:
-    model, x = randomised(Calls(Rounded)), drawn(5, 3)
+    model, x = randomised(calls(Rounded)), drawn(5, 3)
     tangent, jacobian = TangentModel(model), dense(_with(model, lambda h: h + (h.round() - h).detach()), x)
     u = drawn(tangent.n_params)
     torch.testing.assert_close(tangent.jvp(x, u), jacobian @ u)
@@ -456,26 +420,23 @@ BAGS = {
 def test_bags_are_sums_of_rows(flags: dict[str, Any]) -> None:
     weights = flags == BAGS["sum"]  # which torch has of sums alone
 
-    class Bags(nn.Module):
-        def __init__(self, own: bool) -> None:
-            super().__init__()
-            self.bag, self.head, self.own = nn.EmbeddingBag(5, 4, **flags), nn.Linear(4, 2), own
+    def bags(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+        return m.head(m.bag(x, per_sample_weights=w if weights else None).tanh())
 
-        def forward(self, x: Tensor, w: Tensor) -> Tensor:
-            if not self.own:
-                return self.head(self.bag(x, per_sample_weights=w if weights else None).tanh())
-            kept = self.bag.weight.detach()
-            padding = torch.arange(5) == flags.get("padding_idx", -1)
-            rows = (
-                torch.where(padding[:, None], kept, self.bag.weight)[x] * (x != flags.get("padding_idx", -1))[..., None]
-            )
-            found = (rows * w[..., None] if weights else rows).sum(1)
-            if flags["mode"] == "mean":
-                found = found / (x != flags.get("padding_idx", -1)).sum(1, keepdim=True).clamp(min=1)
-            return self.head(found.tanh())
+    def own(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+        padding = flags.get("padding_idx", -1)
+        weight = torch.where((torch.arange(5) == padding)[:, None], m.bag.weight.detach(), m.bag.weight)
+        rows = weight[x] * (x != padding)[..., None]
+        found = (rows * w[..., None] if weights else rows).sum(1)
+        if flags["mode"] == "mean":
+            found = found / (x != padding).sum(1, keepdim=True).clamp(min=1)
+        return m.head(found.tanh())
 
-    model, x = randomised(Bags(own=False)), (torch.cat([WORDS, torch.ones(1, 3, dtype=torch.long)]), drawn(4, 3))
-    like = randomised(Bags(own=True))
+    model, like = (
+        randomised(Function(forward, bag=nn.EmbeddingBag(5, 4, **flags), head=nn.Linear(4, 2)))
+        for forward in (bags, own)
+    )
+    x = (torch.cat([WORDS, torch.ones(1, 3, dtype=torch.long)]), drawn(4, 3))
     like.load_state_dict(model.state_dict())
     jacobian, tangent = dense(like, x), TangentModel(model)
     u = drawn(tangent.n_params)
@@ -488,7 +449,7 @@ def test_bags_are_sums_of_rows(flags: dict[str, Any]) -> None:
 
 def test_gradients_by_frequency_are_no_derivatives() -> None:
     """The module's flag leaves the products, a function's is refused."""
-    model = randomised(Words(share=False))
+    model = randomised(words(share=False))
     x, tangent = torch.tensor([[0, 2, 2], [3, 0, 4]]), TangentModel(model)
     u, r = drawn(tangent.n_params), drawn(2, 5)
     expected = tangent.vjp(x, r)
@@ -501,7 +462,7 @@ def test_gradients_by_frequency_are_no_derivatives() -> None:
 
 
 def test_an_embedding_that_changes_its_weight_is_refused() -> None:
-    model = randomised(Words(share=False))
+    model = randomised(words(share=False))
     model.embed.max_norm = 0.1
     tangent, before = TangentModel(model), model.embed.weight.detach().clone()
     for _ in range(2):
@@ -519,20 +480,14 @@ def test_the_layer_without_a_second_derivative_is_named() -> None:
 
 
 def test_outputs_without_a_graph_are_no_constants() -> None:
-    class Cut(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.detach()
-
-    tangent = TangentModel(randomised(nn.Sequential(nn.Linear(3, 2), Cut())))
+    tangent = TangentModel(randomised(nn.Sequential(nn.Linear(3, 2), Function(lambda m, x: x.detach()))))
     with pytest.raises(RuntimeError, match="does not depend on the parameters through autograd"):
         tangent.jvp(drawn(2, 3), tangent.point)
 
 
 def test_more_data_points_are_tried_out_than_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    tangent, x = (
-        TangentModel(tampered(monkeypatch, "backward")),
-        torch.cat([ROWS[:1], torch.full((1, 1), 6.0).double()]),
-    )
+    tangent = TangentModel(tampered(monkeypatch, "backward"))
+    x = torch.cat([ROWS[:1], torch.full((1, 1), 6.0).double()])
     u = drawn(tangent.n_params)
     tangent.jvp(x[:1], u)
     with pytest.raises(ArithmeticError, match="gradients are not its derivatives"):

@@ -11,6 +11,7 @@ from torch.func import functional_call, jacrev
 from torchvision import models
 
 from ella_cuda.laplace import KronLaplace
+from python_tests.laplace.checks import Function
 
 CLASSES, IMAGES = 3, 2
 
@@ -28,15 +29,8 @@ def bottlenecks() -> nn.Module:
 
 def vgg() -> nn.Module:
     features = models.vgg.make_layers([4, "M", 8, "M"], batch_norm=True)
-    return nn.Sequential(
-        features,
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32, 6),
-        nn.ReLU(True),
-        nn.Dropout(),
-        nn.Linear(6, CLASSES),
-    )
+    head = nn.Linear(32, 6), nn.ReLU(True), nn.Dropout(), nn.Linear(6, CLASSES)
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), *head)
 
 
 def mobilenet() -> nn.Module:
@@ -71,22 +65,20 @@ def swin(block: type | None = None, depth: int = 1) -> nn.Module:
     return models.SwinTransformer([4, 4], 8, [depth, 1], [2, 2], [2, 2], num_classes=CLASSES, block=block, **merging)
 
 
-class UNet(nn.Module):
+def unet() -> nn.Module:
     """Two scales, with transposed convolutions on the way up."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.inner = (
-            nn.Conv2d(3, 6, 3, 2, 1),
-            nn.Sequential(nn.GroupNorm(2, 6), nn.SiLU(), nn.Conv2d(6, 6, 3, 2, 1)),
-        )
-        self.up, self.last = nn.ConvTranspose2d(6, 6, 4, 2, 1), nn.ConvTranspose2d(12, 4, 2, 2)
-        self.head = nn.Linear(4, CLASSES)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.down(x)
+        h = torch.cat([h, m.up(m.inner(h).relu())], 1)
+        return m.head(m.last(h).sigmoid().mean((2, 3)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.down(x)
-        h = torch.cat([h, self.up(self.inner(h).relu())], 1)
-        return self.head(self.last(h).sigmoid().mean((2, 3)))
+    down = {
+        "down": nn.Conv2d(3, 6, 3, 2, 1),
+        "inner": nn.Sequential(nn.GroupNorm(2, 6), nn.SiLU(), nn.Conv2d(6, 6, 3, 2, 1)),
+    }
+    up = {"up": nn.ConvTranspose2d(6, 6, 4, 2, 1), "last": nn.ConvTranspose2d(12, 4, 2, 2), "head": nn.Linear(4, CLASSES)}  # fmt: skip
+    return Function(forward, **down, **up)
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -100,7 +92,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "vit": (vit, 16),
     "swin": (swin, 32),
     "swin, shifted": (lambda: swin(depth=2), 32),
-    "U-Net": (UNet, 8),
+    "U-Net": (unet, 8),
 }
 
 
@@ -158,17 +150,12 @@ def test_biases_of_positions_that_a_network_computes_are_refused_with_what_to_do
     assert KronLaplace(model).fit([(x, y)]).log_marginal_likelihood().isfinite()
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
-
-
 def test_a_recurrent_classifier_is_refused_or_served_as_it_says():
-    model = at_test_time(Recurrent)
+    def build() -> nn.Module:
+        layers = {"lstm": nn.LSTM(3, 4, batch_first=True), "head": nn.Linear(4, CLASSES)}
+        return Function(lambda m, x: m.head(m.lstm(x)[0][:, -1]), **layers)
+
+    model = at_test_time(build)
     x, y = torch.randn(IMAGES, 5, 3, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
     with pytest.raises(TypeError, match=r"'lstm' \(LSTM\)"):
         KronLaplace(model)

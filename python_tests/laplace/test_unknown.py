@@ -91,29 +91,17 @@ def test_frozen_ones_are_constants(data):
     for name in OF_THE_MODULE:
         same.get_parameter(name).requires_grad_(False)
     expected = KronLaplace(same).fit([data])
-    assert (
-        la.parameter_names
-        == expected.parameter_names
-        == [n for n, _ in model.named_parameters() if n not in OF_THE_MODULE]
-    )
+    names = [n for n, _ in model.named_parameters() if n not in OF_THE_MODULE]
+    assert la.parameter_names == expected.parameter_names == names
     torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood(), rtol=0, atol=0)
     assert la.n_params == sum(p.numel() for n, p in model.named_parameters() if n not in OF_THE_MODULE)
     (line,) = (line for line in la.summary().splitlines() if line.startswith("token"))
     assert "left out" in line
 
 
-class Square(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 def test_a_model_of_which_freezing_leaves_nothing_is_refused():
     with pytest.raises(ValueError, match="no trainable parameter has a rule"):
-        KronLaplace(Square(), unknown="freeze")
+        KronLaplace(checks.Function(lambda m, x: x, weight=nn.Parameter(torch.ones(2, 2))), unknown="freeze")
 
 
 def test_layers_that_a_rule_refuses_are_frozen_but_not_given_a_diagonal():
@@ -157,22 +145,12 @@ def test_a_subclass_with_a_forward_of_its_own_has_exact_blocks(dense_ggn):
         torch.testing.assert_close(la.factors[name].to_dense()[0], dense[name])
 
 
-class Shared(nn.Module):
-    """A number that two modules have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.head = (nn.Module() for _ in range(3))
-        self.one.scale = nn.Parameter(torch.ones(4))
-        self.other.scale = self.one.scale
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head((x.mean(1) * self.one.scale).sin() * self.other.scale)
-
-
 def test_a_number_of_two_modules(data, dense_ggn):
-    model = checks.randomised(Shared())
+    one, other = nn.Module(), nn.Module()
+    one.scale = other.scale = nn.Parameter(torch.ones(4))
+    layers = {"one": one, "other": other, "head": nn.Linear(4, CLASSES)}
+    model = checks.Function(lambda m, x: m.head((x.mean(1) * m.one.scale).sin() * m.other.scale), **layers)
+    model = checks.randomised(model)
     la = KronLaplace(model).fit([data])
     assert list(la.factors) == ["one.scale", "head.weight", "head.bias"]
     torch.testing.assert_close(la.factors["one.scale"].to_dense()[0], dense_ggn(model, *data)["one.scale"])
@@ -249,23 +227,15 @@ def test_the_exact_evidence_refuses_them(data):
         exact_log_marginal_likelihood(KronLaplace(checks.randomised(Tokens()), unknown="diagonal"), *data)
 
 
-class OfNumbers(nn.Module):
-    """ReZero, a logit scale, and numbers in a list: parameters without axes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f = nn.Parameter(torch.tensor(0.4)), nn.Linear(4, 2)
-        self.numbers = nn.ParameterList([nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.rand(2))])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x[:, :2] + self.a * self.f(x).tanh()
-        return h * self.numbers[0].exp() + self.numbers[1]
-
-
 @pytest.mark.parametrize("kind", [FullLaplace, DiagLaplace, KronLaplace])
 def test_parameters_without_axes_have_modes_tangents_and_samples(kind):
+    """ReZero, a logit scale, and numbers in a list."""
     torch.manual_seed(0)
-    model = OfNumbers().double()
+    numbers = nn.ParameterList([nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.rand(2))])
+    parts = {"a": nn.Parameter(torch.tensor(0.4)), "f": nn.Linear(4, 2), "numbers": numbers}
+    model = checks.Function(
+        lambda m, x: (x[:, :2] + m.a * m.f(x).tanh()) * m.numbers[0].exp() + m.numbers[1], **parts
+    ).double()
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
     la = kind(model, likelihood="regression", prior_precision=2.0).fit([(x, y)])
     parameters = {name: p.detach() for name, p in model.named_parameters() if name in la.parameter_names}

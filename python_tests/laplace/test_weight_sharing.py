@@ -23,35 +23,22 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def test_a_table_looked_up_twice_has_no_reduced_factor():
-    class Pairs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(6, 3), nn.Linear(3, CLASSES)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.table(tokens[:, 0]) * self.table(tokens[:, 1]))
-
+    layers = {"table": nn.Embedding(6, 3), "head": nn.Linear(3, CLASSES)}
+    model = checks.Function(lambda m, words: m.head(m.table(words[:, 0]) * m.table(words[:, 1])), **layers).double()
     tokens, y = torch.randint(6, (IMAGES, 2)), torch.randint(CLASSES, (IMAGES,))
-    model = Pairs().double()
     with pytest.raises(ValueError, match=r"inputs are indices and that is called several times \(table.weight"):
         KronLaplace(model, approximation="reduce").fit([(tokens, y)])
     assert KronLaplace(model).fit([(tokens, y)]).log_marginal_likelihood().isfinite()
 
 
-class TwoLookups(nn.Module):
+def test_padding_of_several_lookups_does_not_depend_on_batches():
     """A padded question and a padded answer, of one table."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, CLASSES)
+    def forward(m: nn.Module, tokens: Tensor) -> Tensor:
+        return m.head(m.table(tokens[:, :4]).sin().mean(1) * m.table(tokens[:, 4:]).mean(1))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.table(tokens[:, :4]).sin().mean(1) * self.table(tokens[:, 4:]).mean(1))
-
-
-def test_padding_of_several_lookups_does_not_depend_on_batches():
     torch.manual_seed(0)
-    model = TwoLookups().double()
+    model = checks.Function(forward, table=nn.Embedding(6, 3, padding_idx=0), head=nn.Linear(3, CLASSES)).double()
     tokens, y = torch.randint(6, (6, 7)), torch.randint(CLASSES, (6,))
     tokens[0, 1:4], tokens[3, 5:], tokens[4, 2:] = 0, 0, 0
     whole = KronLaplace(model).fit([(tokens, y)])
@@ -107,50 +94,29 @@ def test_recurrent_modules_are_refused_with_what_to_do(kind):
         KronLaplace(kind(3, 4))
 
 
-class Unequal(nn.Module):
-    """Whose number of calls is that of the data points."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.layer(part) for part in x.split(1)])
-
-
 def test_positions_folded_into_calls_are_refused(data):
+    unequal = checks.Function(lambda m, x: torch.cat([m.layer(p) for p in x.split(1)]), layer=nn.Linear(4, CLASSES))
     with pytest.raises(ValueError, match="whatever the number of data points"):
-        KronLaplace(Unequal().double()).fit([data])
+        KronLaplace(unequal.double()).fit([data])
 
 
 # weights of several layers -------------------------------------------------------------------------------------------
 
 
-def tied_network(tied: bool = True) -> nn.Sequential:
+def tied_network() -> nn.Sequential:
     torch.manual_seed(0)
-    model = checks.randomised(
-        nn.Sequential(
-            nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, CLASSES)
-        )
-    )
-    with torch.no_grad():
-        model[4].weight.copy_(model[2].weight)
-    if tied:
-        model[4].weight = model[2].weight
+    layers = [part for out in (4, 4, 4, CLASSES) for part in (nn.Linear(4, out), nn.Tanh())][:-1]
+    model = checks.randomised(nn.Sequential(*layers))
+    model[4].weight = model[2].weight
     return model
 
 
-class LanguageModel(nn.Module):
+def language_model(tied: bool) -> nn.Module:
     """An embedding whose table is the output layer's weight."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.table, self.mix, self.head = nn.Embedding(6, 3), nn.Linear(3, 3), nn.Linear(3, 6)
-        if tied:
-            self.head.weight = self.table.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.mix(self.table(tokens).mean(1)).tanh())
+    layers = {"table": nn.Embedding(6, 3), "mix": nn.Linear(3, 3), "head": nn.Linear(3, 6)}
+    if tied:
+        layers["head"].weight = layers["table"].weight
+    return checks.Function(lambda m, tokens: m.head(m.mix(m.table(tokens).mean(1)).tanh()), **layers)
 
 
 @pytest.fixture
@@ -161,8 +127,8 @@ def sentences() -> tuple[Tensor, Tensor]:
 
 def language_models() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(2)
-    tied = checks.randomised(LanguageModel(True))
-    apart = LanguageModel(False).double()
+    tied = checks.randomised(language_model(True))
+    apart = language_model(False).double()
     apart.load_state_dict(tied.state_dict())
     return tied, apart
 
@@ -183,25 +149,22 @@ def test_an_embedding_tied_to_the_output_layer(sentences, dense_ggn):
         torch.testing.assert_close(la.factors[name].outputs[0], dense[name])
 
 
-class TwoTables(nn.Module):
+def two_tables(order: list[str]) -> nn.Module:
     """Two embeddings whose table is the output layer's weight, made in some order."""
+    torch.manual_seed(2)
+    made = {"one": nn.Embedding(6, 3), "other": nn.Embedding(6, 3), "head": nn.Linear(3, 6, bias=False)}
+    made["other"].weight = made["head"].weight = made["one"].weight
 
-    def __init__(self, order: list[str]) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        made = {"one": nn.Embedding(6, 3), "other": nn.Embedding(6, 3), "head": nn.Linear(3, 6, bias=False)}
-        made["other"].weight = made["head"].weight = made["one"].weight
-        for name in order:
-            self.add_module(name, made[name])
+    def forward(m: nn.Module, tokens: Tensor) -> Tensor:
+        return m.head((m.one(tokens[:, :2]).mean(1) * m.other(tokens[:, 2:]).mean(1)).tanh())
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head((self.one(tokens[:, :2]).mean(1) * self.other(tokens[:, 2:]).mean(1)).tanh())
+    return checks.Function(forward, **{name: made[name] for name in order})
 
 
 def test_the_order_of_layers_with_one_weight_does_not_matter(sentences):
     found = []
     for order in (["one", "other", "head"], ["one", "head", "other"], ["head", "one", "other"]):
-        factor = next(iter(KronLaplace(TwoTables(order).double()).fit([sentences]).factors.values()))
+        factor = next(iter(KronLaplace(two_tables(order).double()).fit([sentences]).factors.values()))
         sides = (factor.inputs, factor.outputs) if order[0] != "head" else (factor.outputs, factor.inputs)
         found.append(torch.kron(*(side[0] for side in sides)))
     torch.testing.assert_close(found[1], found[0])
@@ -211,21 +174,14 @@ def test_the_order_of_layers_with_one_weight_does_not_matter(sentences):
 def test_a_square_weight_of_a_convolution_and_of_its_transpose():
     """Both layers have factors of one shape, and use the weight in two ways."""
 
-    class Coder(nn.Module):
-        def __init__(self, tied: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.code, self.back = nn.Conv2d(1, 4, 2, 2, bias=False), nn.ConvTranspose2d(4, 1, 2, 2, bias=False)
-            with torch.no_grad():
-                self.back.weight.copy_(self.code.weight)
-            if tied:
-                self.back.weight = self.code.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.back(self.code(x).tanh())
+    def coder(tied: bool) -> nn.Module:
+        torch.manual_seed(0)
+        code, back = nn.Conv2d(1, 4, 2, 2, bias=False), nn.ConvTranspose2d(4, 1, 2, 2, bias=False)
+        back.weight = code.weight if tied else nn.Parameter(code.weight.detach().clone())
+        return checks.Function(lambda m, x: m.back(m.code(x).tanh()), code=code, back=back)
 
     x = torch.randn(3, 1, 4, 4, dtype=torch.float64)
-    la, two = (KronLaplace(Coder(tied).double(), "regression").fit([(x, x)]) for tied in (True, False))
+    la, two = (KronLaplace(coder(tied).double(), "regression").fit([(x, x)]) for tied in (True, False))
     there, back = (two.factors[name] for name in ("code.weight", "back.weight"))
     total = torch.kron(there.inputs[0], there.outputs[0]) + torch.kron(back.outputs[0], back.inputs[0])
     found = la.factors["code.weight"].to_dense()[0].view(4, 4, 4, 4)
@@ -281,9 +237,7 @@ def test_tied_weights_are_saved_added_to_and_listed(which, data, sentences, tmp_
 def test_layers_whose_shared_parameter_has_other_blocks_are_refused():
     model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(2, 4, 1))
     model[1].weight = model[0].weight
-    with pytest.raises(
-        ValueError, match=r"'1.weight' and '0.weight' are one tied parameter.*1 of 2 x 4 and 2 of 2 x 2"
-    ):
+    with pytest.raises(ValueError, match=r"and '0.weight' are one tied parameter.*1 of 2 x 4 and 2 of 2 x 2"):
         KronLaplace(model)
 
 

@@ -150,9 +150,7 @@ def test_a_checkpoint_of_other_threads_goes_on_and_says_so(tmp_path):
             train(Plain(), tmp_path / "run.pt", on_evaluation=stop)
         assert read_checkpoint(tmp_path / "run.pt")["threads"] == 1
         torch.set_num_threads(2)
-        with pytest.warns(
-            UserWarning, match=r"with 2 thread\(s\), before it had 1: .* up to rounding, not bit for bit"
-        ):
+        with pytest.warns(UserWarning, match=r"2 thread\(s\), before it had 1: .* up to rounding, not bit for bit"):
             train(Plain(), tmp_path / "run.pt")
         with warnings.catch_warnings(action="error"):
             train(Plain(), tmp_path / "run.pt")

@@ -85,15 +85,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "amounts of the best": (augmented, {"keep": "best", "optimizer_kwargs": {"lr": 0.1}}),
     "amounts of some data": (augmented, {"aug_sampling": "independent", "aug_data": 20}),
     "amounts by one column": (augmented, {"aug_columns": "one", "aug_sampling": "sobol"}),
-    "raw amounts of a grid": (
-        augmented,
-        {"make": lambda: AffineAugment(4, "rotation", 0.2, "grid", "raw"), "lr_aug_min": 0.01},
-    ),
+    "raw amounts of a grid": (augmented, {"make": lambda: AffineAugment(4, "rotation", 0.2, "grid", "raw"), "lr_aug_min": 0.01}),
     "mackay, layerwise": (mackay, {}),
     "mackay, normalised": (mackay, {"prior_structure": "normalised"}),
     "unknown, freeze": (tagged, {"unknown": "freeze"}),
     "unknown, diagonal": (tagged, {"unknown": "diagonal"}),
-}
+}  # fmt: skip
 
 
 class Stop(Exception):

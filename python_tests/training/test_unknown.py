@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -44,10 +43,3 @@ def test_those_with_a_diagonal_have_a_prior():
     assert (model.idle < 1).all()
     assert la.effective_parameters()["idle"] == 0
     assert la.prior_precision[1] < 5
-
-
-def test_they_are_refused_before_the_first_step():
-    with pytest.raises(TypeError, match=r"\(Tagged\) has trainable parameters \(token, idle\)"):
-        train("error")
-    with pytest.raises(ValueError, match="marglik_training: unknown must be one of 'error', 'freeze', 'diagonal'"):
-        train("ignore")

@@ -28,10 +28,8 @@ def add(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
-    [(exchange, "0.weight"), (freeze, "0.bias"), (add, "1.weight")],
-    ids=["exchange", "freeze", "add"],
-)
+    ("change", "name"), [(exchange, "0.weight"), (freeze, "0.bias"), (add, "1.weight")], ids=["exchange", "freeze", "add"]
+)  # fmt: skip
 @pytest.mark.parametrize("objective", ["evidence", "map"])
 def test_parameters_that_change_hands_in_training_are_refused(change, name, objective):
     model, loader = nn.Sequential(nn.Linear(5, 3)), TensorLoader(torch.randn(12, 5), torch.arange(12) % 3, 6)
@@ -111,10 +109,8 @@ def test_an_evidence_step_goes_no_further_than_the_limit(options, limit):
     before = torch.tensor([math.log(1e-4)] * 6, dtype=torch.float64), -2 * math.log(10)
     for step in range(2):
         evaluation = limited.evidence_step()
-        after = (
-            torch.tensor(evaluation.prior_precision, dtype=torch.float64).log(),
-            -2 * math.log(evaluation.sigma_noise),
-        )
+        precisions = torch.tensor(evaluation.prior_precision, dtype=torch.float64)
+        after = precisions.log(), -2 * math.log(evaluation.sigma_noise)
         ways, of_noise = (after[0] - before[0]).abs(), abs(after[1] - before[1])
         assert ways.max() == pytest.approx(limit) and of_noise <= limit + 1e-9
         assert step or of_noise == pytest.approx(limit)
@@ -124,13 +120,8 @@ def test_an_evidence_step_goes_no_further_than_the_limit(options, limit):
 @pytest.mark.parametrize("n_hypersteps", [1, 3, 50])
 def test_the_evidence_never_falls(n_hypersteps):
     """With the weights held, from one evidence step to the next."""
-    trainer = mackay(
-        prior_prec_init=1e4,
-        sigma_noise_init=20.0,
-        n_hypersteps=n_hypersteps,
-        hyper_step_limit=1.0,
-        optimizer_kwargs={"lr": 0.0},
-    )
+    options = {"prior_prec_init": 1e4, "sigma_noise_init": 20.0, "hyper_step_limit": 1.0, "optimizer_kwargs": {"lr": 0.0}}  # fmt: skip
+    trainer = mackay(n_hypersteps=n_hypersteps, **options)
     start = KronLaplace(trainer.model, "regression", prior_precision=1e4, sigma_noise=20.0).fit([regression_data()])
     margliks = [-start.log_marginal_likelihood().item()]
     for _ in range(12):
@@ -164,11 +155,7 @@ def test_a_state_of_another_hyper_optimizer_is_refused(options, words):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (
-            {"hyper_optimizer": "lbfgs"},
-            ValueError,
-            "marglik_training: hyper_optimizer must be one of 'adam', 'mackay', got 'lbfgs'",
-        ),
+        ({"hyper_optimizer": "lbfgs"}, ValueError, "hyper_optimizer must be one of 'adam', 'mackay', got 'lbfgs'"),
         ({"hyper_step_limit": 0.0}, ValueError, "hyper_step_limit must be positive and finite"),
         ({"hyper_step_limit": "1"}, TypeError, "hyper_step_limit must be one number"),
     ],

@@ -70,6 +70,9 @@ class SyrkSlabs {
     } else {  // one column, or four, a thread
       constexpr int kAtOnce = kSyrkThreads * kWide / BT;
       const int i = t % (BT / kWide) * kWide, first = t / (BT / kWide);
+      // Not row(r0 + k): among a kernel's arguments each use would read them.
+      const typename Rows::Row from = rows_.row(r0 + first);
+      const int64_t step = rows_.row(kAtOnce) - rows_.row(0);
 #pragma unroll
       for (int operand = 0; operand < Shape::kOperands; ++operand) {
         if (operand == 1 && diagonal) break;
@@ -85,11 +88,11 @@ class SyrkSlabs {
         for (int e = 0; e < Shape::kSlabRows / kAtOnce; ++e) {
           const int k = first + e * kAtOnce;
           const bool inside = in_columns && k < rows;
-          const float* const from = rows_.address(rows_.row(r0 + k), column);
+          const float* const element = rows_.address(from + e * step, column);
           if constexpr (COPY == SyrkCopy::vectors) {
-            copy_async_vector(staging_ + (to + k * Shape::kStride), from, inside);
+            copy_async_vector(staging_ + (to + k * Shape::kStride), element, inside);
           } else {
-            copy_async(staging_ + (to + k * Shape::kStride), from, inside);
+            copy_async(staging_ + (to + k * Shape::kStride), element, inside);
           }
         }
       }
@@ -97,7 +100,7 @@ class SyrkSlabs {
   }
 
  private:
-  const Rows rows_;  // a copy: among a kernel's arguments each use would read it
+  const Rows& rows_;
   const SyrkTask& task_;
   const int64_t d_;
   int64_t r0_;  // the next slab's first row

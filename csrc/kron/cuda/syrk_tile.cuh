@@ -161,7 +161,7 @@ struct SyrkFinishSquare {
 // sectors. Blocks of a sum: (square of a tile, tile, g), square fastest; those below the diagonal have nothing to do.
 //   parts: of the whole launch, (tiles, BT, BT)
 template <class T, class Total, int BT>
-__global__ void __launch_bounds__(SyrkFinishSquare<BT>::kThreads)
+__global__ void __launch_bounds__(SyrkFinishSquare<BT>::kThreads, 4)
     syrk_finish_kernel(const __grid_constant__ SyrkSums sums, const T* __restrict__ parts) {
   using Shape = SyrkFinishSquare<BT>;
   constexpr int kSquares = Shape::kAcross * Shape::kAcross;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -21,6 +22,7 @@ from ella_cuda.laplace.evidence import Evidence, data_weight, present_terms, squ
 from ella_cuda.laplace.factors import require_checksum, with_checksum
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import Value, check_choice, fingerprint_of, positive_number, rounding_of, uneven_sum
+from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, Groups, fixed_points, logarithms, put
 from ella_cuda.nn._sizes import as_count
@@ -83,10 +85,14 @@ class _Loss:
         precision = la.prior_precision.detach()
         self.prior = precision.repeat_interleave(torch.tensor(la.fitted_model.numels, device=precision.device))
         self.mean = la.prior_mean.expand(self.point.shape)
-        self.passes, self._posterior = 0, la.posterior_precision
+        self.passes = 0
         # Where a gradient was last taken, and the linearised network's outputs there, by batch.
         self._theta: Tensor | None = None
         self._outputs: dict[Any, Tensor] = {}
+
+    @functools.cached_property
+    def _posterior(self) -> Posterior:
+        return self.la.posterior_precision
 
     def covariance(self, vector: Tensor) -> Tensor:
         return self._posterior.bmm(vector.to(self.tangent.point.dtype), -1).double()

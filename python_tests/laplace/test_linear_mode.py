@@ -250,7 +250,7 @@ def test_products_with_the_curvature_are_the_dense_hessians(form: str) -> None:
     dense, theta, v = Dense(la, loader, form), drawn(la.n_params), drawn(la.n_params, seed=1)
     expected, gradient = torch.autograd.functional.hessian(dense.loss, theta) @ v, dense.gradient(theta)
     with tqdm(disable=True) as bar, torch.no_grad():
-        loss = linear_mode._Loss(la, loader, form, bar)
+        loss = linear_mode._Loss(la, loader, form, bar, 500)
         statistic, slope, prior = loss.gradient(theta)
         close(slope + prior, gradient)
         close(torch.tensor(loss.value(statistic, theta), dtype=torch.float64), dense.loss(theta))
@@ -270,7 +270,7 @@ def test_a_softmax_curvature_of_large_directions_in_single_precision() -> None:
     loader = batches(X.float(), LABELS)
     la = KronLaplace(model).fit(loader)
     with tqdm(disable=True) as bar:
-        loss = linear_mode._Loss(la, loader, "full", bar)
+        loss = linear_mode._Loss(la, loader, "full", bar, 500)
     h, along = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([[1e5, 1e5, 1e5]]) + torch.tensor([[0.0, 0.5, 1.0]])
     p = h.double().softmax(-1)
     expected = p * (along.double() - (p * along.double()).sum())
@@ -305,7 +305,7 @@ def test_a_curvature_that_rounding_hides_is_none(monkeypatch: pytest.MonkeyPatch
     loader = batches(X[:20], LABELS[:20])
     la = fitted(FullLaplace, (perceptron(3), "classification", loader), prior_precision=1e-30)
     with tqdm(disable=True) as bar, torch.no_grad():
-        loss = linear_mode._Loss(la, loader, "full", bar)
+        loss = linear_mode._Loss(la, loader, "full", bar, 500)
         loss.gradient(loss.point)
         assert loss.product(drawn(la.n_params))[1] == 0.0
 
@@ -769,9 +769,10 @@ def test_states_and_copies_have_the_mode(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="pass train_loader"):
             other.optimize_prior_precision(at="linear")
         other.optimize_prior_precision(at="linear", train_loader=loader)
+    before = loaded.linear_mode
     with pytest.raises(ValueError, match="load_state_dict: checksum"):
         loaded.load_state_dict({**state, "linear_mode": state["linear_mode"] | {"theta": drawn(2)}})
-    assert torch.equal(loaded.linear_mode, la.linear_mode)
+    assert torch.equal(loaded.linear_mode, before)
     state["linear_mode"]["theta"].zero_()
     assert la.linear_mode.abs().max() > 0
 

@@ -59,8 +59,14 @@ def _part(module: nn.Module) -> tuple[Any, ...]:
 
 
 def describe_module(module: nn.Module) -> tuple[Any, ...]:
-    """A module's class, forward and constants, as :class:`FunctionDescription` has them, in words that hold no module."""
+    """A module's class, forward and constants, as :class:`FunctionDescription` has them, in words that hold no module; of a user's module
+    all attributes, those that are no numbers and words by their identity."""
     own, kind, _, forward, _, dtypes, constants = _part(module)
+    if own is not None:
+        given = {name: value for name, value in vars(module).items() if name[0] != "_" and name != "training"}
+        constants = {
+            name: value if _is_plain(value) and type(value) is not list else id(value) for name, value in given.items()
+        }
     return own, kind, forward, dtypes, sorted(constants.items())
 
 

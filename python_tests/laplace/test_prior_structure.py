@@ -268,8 +268,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
         {
             "conv.mixing": ["conv.mixing.weight", "conv.mixing.bias"],
             "inner.layer": ["inner.layer.weight", "inner.layer.bias"],
-            "last.layer.weight_in": ["last.layer.weight_in"],
-            "last.layer.weight_out": ["last.layer.weight_out"],
+            "last.factored.weight_in": ["last.factored.weight_in"],
+            "last.factored.weight_out": ["last.factored.weight_out"],
         },
     ),
     "used elsewhere": (linear(used_elsewhere), rows, {}),

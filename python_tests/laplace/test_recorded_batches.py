@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace import IndependentLikelihood, KronLaplace, known_model, recorded_batches, register_likelihood
+from ella_cuda.laplace import (
+    IndependentLikelihood,
+    KronLaplace,
+    curvature,
+    known_model,
+    recorded_batches,
+    register_likelihood,
+)
+from ella_cuda.laplace.interception import OperatorMode
 from ella_cuda.laplace.recorded_batches import RecordedBatches, _Sums
 from ella_cuda.laplace.tape import NotRecordable, record
 from python_tests.laplace.checks import randomised
@@ -183,12 +191,12 @@ def test_a_generator_gives_each_batch_its_draws(patient, replays):
 
 
 class Turning(nn.Module):
-    """What Python decides: by an attribute, and by numbers that it reads."""
+    """What Python decides: by a setting, and by numbers that it reads."""
 
     def __init__(self, reads: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.factor, self.reads = nn.Linear(6, 4).double(), 1.0, reads
+        self.layer, self.settings, self.reads = nn.Linear(6, 4).double(), {"factor": 1.0}, reads
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reads == "item" and x.abs().sum() > 1e9:
@@ -197,7 +205,7 @@ class Turning(nn.Module):
             x = x * x.new_tensor([1.0] * len(x.sum(1).tolist()))[:, None]
         if self.reads == "mask":
             return self.layer(x.masked_fill(x.new_zeros(x.shape, dtype=torch.bool), x[x > 0].sum().detach()))
-        return self.factor * self.layer(x)
+        return self.settings["factor"] * self.layer(x)
 
 
 @pytest.mark.parametrize("reads", ["item", "tolist", "mask"])
@@ -211,7 +219,7 @@ def test_a_network_that_changed_between_fits_runs_as_it_is(patient, replays):
     model, loader = Turning(), in_threes(*vectors(9))
     la = KronLaplace(model).fit(loader)
     assert len(replays) == 5
-    model.factor = 2.0
+    model.settings["factor"] = 2.0  # where no description of the model looks
     la.fit(loader)
     assert any("not those of the recorded function" in k.refused for k in known_model.known_of(model).kinds.values())
     assert Sums(la) == fitted(copy.deepcopy(model), loader, patient)
@@ -300,26 +308,42 @@ def test_graphs(name, fisher, monkeypatch, patient):
     assert [(g.warmed, g.recorded, g.replayed) for g in made] == [(1, 1, 4)]
 
 
+class Counted(nn.Module):
+    """Counts its calls where no description of it looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head, self.calls = nn.Linear(6, 5), nn.Linear(5, 4), []
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        return self.head(self.layer(x).tanh())
+
+
 def test_a_model_is_tried_once(patient, monkeypatch):
     patient(NEVER)
-    tried, model, loader = [], Network(CASES["Linear"]), in_threes(*Network(CASES["Linear"]).data(5))
-    from ella_cuda.laplace import curvature
-
-    monkeypatch.setattr(
-        curvature, "probe", lambda *a, probe=curvature.probe: tried.append(len(model.images)) or probe(*a)
-    )
-    la = KronLaplace(model).fit(loader[:1])
-    first = len(model.images)
-    la.fit(loader[:1])
-    KronLaplace(model).fit(loader[:1])
+    tried, model, loader = [], Counted(), in_threes(*vectors(9))[:1]
+    monkeypatch.setattr(curvature, "probe", lambda *a, probe=curvature.probe: tried.append(a[0]) or probe(*a))
+    la = KronLaplace(model).fit(loader)
+    first = len(model.calls)
+    la.fit(loader)
+    KronLaplace(model).fit(loader)
     assert len(tried) == 1
-    assert len(model.images) == first + 2
-    KronLaplace(model).fit([(loader[0][0].float().double(), loader[0][1])])
-    KronLaplace(model, approximation="reduce").fit(loader[:1])
-    assert len(tried) == 2
-    model.head.weight.requires_grad_(False)
-    KronLaplace(model).fit(loader[:1])
-    assert len(tried) == 3
+    assert model.calls[first:] == [3, 3]
+    for change in (
+        lambda: model.head.weight.requires_grad_(False),
+        lambda: setattr(model, "more", 1.0),
+        lambda: setattr(model, "head", nn.Linear(5, 4).double()),
+        lambda: model.float(),
+    ):
+        change()
+        KronLaplace(model).fit([(x.to(model.head.weight), y) for x, y in loader])
+        KronLaplace(model).fit([(x.to(model.head.weight), y) for x, y in loader])
+        tried.append(change)
+    assert [one is model for one in tried] == [True] + [True, False] * 4
+    KronLaplace(model, approximation="reduce").fit([(x.float(), y) for x, y in loader])
+    assert tried[-1] is model
 
 
 # tapes ----------------------------------------------------------------------------------------------------------------
@@ -406,8 +430,6 @@ def test_what_stays_is_computed_once():
     weight, total, calls = torch.randn(3, 3), torch.zeros(3, 3), []
     tape, given = record(lambda: [total.add_(torch.randn(3, 3) @ weight.exp().inverse())], [], staying=[weight])
     prepared = tape.prepared(given)
-    from ella_cuda.laplace.interception import OperatorMode
-
     with OperatorMode(lambda op, args, kwargs: calls.append(str(op)) or op(*args, **kwargs)):
         tape.run([], given, prepared, tape.draws(None))
     assert calls == ["aten.randn.default", "aten.mm.default", "aten.add_.Tensor"]

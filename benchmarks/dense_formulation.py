@@ -10,12 +10,15 @@ Source: van der Ouderaa et al., NeurIPS 2023, appendix, and the released code's 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ella_cuda.laplace import Dense, FactorShape, Rows, SecondMoment, register
+from ella_cuda.laplace.factors import Jacobian
 from ella_cuda.laplace.rules import FactoredLinear2dRule
 from ella_cuda.nn import FactoredLinear2d
 
@@ -57,6 +60,9 @@ class DenseFactoredLinear2dRule(FactoredLinear2dRule):
 
     def input_rows(self, x: Tensor) -> dict[str, Rows]:
         return {name: OfOneBlock(rows.dense()) for name, rows in super().input_rows(x).items()}
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        raise NotImplementedError("The dense input sides are a baseline of fits; it does not predict.")
 
 
 class OfOneBlock(Dense):

@@ -170,7 +170,9 @@ class _RuleCheck(_Check):
         parallel; B is the mean over positions."""
         columns, n = exact.shape[:2]
         positions = len(inputs) // n
-        if len(inputs) % n or len(outputs) != columns * len(inputs) or not exact.any():
+        rows = inputs.shape[2] * outputs.shape[2], max(inputs.shape[1], outputs.shape[1])
+        others = rows != (exact.shape[3] * exact.shape[4], exact.shape[2])  # rows that are added in a way of their own
+        if others or len(inputs) % n or len(outputs) != columns * len(inputs) or not exact.any():
             return
         a, g = inputs.unflatten(0, (n, positions)), outputs.unflatten(0, (columns, n, positions))
         found = torch.einsum("ntgi,kntgj->kngij", a, g) * positions**0.5

@@ -157,6 +157,12 @@ def phases(model: nn.Module, likelihood: str, loader: list[tuple[Tensor, Tensor]
                 super()._fit(la)
                 la._spectra.packed()
 
+    fits = {
+        f"{word} fit": counted(lambda: KronLaplace(model, likelihood, fisher="mc").fit(loader))
+        for word in ("first", "second")
+    }
+    two = counted(lambda: KronLaplace(model, likelihood, fisher="mc").fit(loader * 2))
+    fits["a further batch"] = two - fits["second fit"]
     la = KronLaplace(model, likelihood, fisher="mc").fit(loader)
 
     def tuned(method: str) -> Counted:
@@ -166,7 +172,7 @@ def phases(model: nn.Module, likelihood: str, loader: list[tuple[Tensor, Tensor]
         trainer = Trainer(model, loader, likelihood, n_hypersteps=20, fisher="mc", progress_bar=False)
         return counted(trainer.evidence_step) - trainer.of_fit
 
-    return {
+    return fits | {
         "eigenvalues": counted(lambda: SecondMoment.decompose_all(la._spectra._moments)),
         "first evidence with them": counted(la.log_marginal_likelihood),
         "evidence again": counted(la.log_marginal_likelihood),

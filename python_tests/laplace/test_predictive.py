@@ -51,12 +51,16 @@ def dense_covariance(la: KronLaplace, x: Tensor) -> Tensor:
     return total
 
 
+def blocks_of(covariance: Tensor, n: int) -> Tensor:
+    """Of each of n data points, ``(N, K, K)``."""
+    return covariance.unflatten(1, (n, -1)).unflatten(0, (n, -1)).diagonal(dim1=0, dim2=2).movedim(2, 0)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_covariances_are_dense_algebras(name: str) -> None:
     la, x = fitted(name)
-    covariance, n = dense_covariance(la, x), len(x)
-    k = len(covariance) // n
-    blocks = covariance.view(n, k, n, k).diagonal(dim1=0, dim2=2).movedim(2, 0)
+    covariance = dense_covariance(la, x)
+    blocks = blocks_of(covariance, len(x))
     torch.testing.assert_close(la.functional_variance(x), blocks, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(la.functional_covariance(x), covariance, rtol=1e-10, atol=1e-12)
     mean, variance = la(x, diagonal_output=True)
@@ -70,9 +74,7 @@ def test_covariances_are_dense_algebras(name: str) -> None:
 )  # fmt: skip
 def test_settings_change_the_posterior_not_the_algebra(name: str, how: dict[str, object]) -> None:
     la, x = fitted(name, **how)
-    covariance, n = dense_covariance(la, x), len(x)
-    k = len(covariance) // n
-    blocks = covariance.view(n, k, n, k).diagonal(dim1=0, dim2=2).movedim(2, 0)
+    blocks = blocks_of(dense_covariance(la, x), len(x))
     torch.testing.assert_close(la.functional_variance(x), blocks, rtol=1e-10, atol=1e-12)
 
 
@@ -231,21 +233,14 @@ def classifier() -> tuple[KronLaplace, Tensor]:
     return KronLaplace(model, prior_precision=10.0).fit([(x, torch.arange(8) % 4)]), x
 
 
-def test_links_are_near_the_softmaxs_mean() -> None:
+def test_sampled_probabilities_are_the_softmaxs_mean() -> None:
     la, x = classifier()
     mean, covariance = la.model(x), la.functional_variance(x)
     root = torch.linalg.cholesky(covariance)
     drawn = torch.randn(200_000, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = torch.softmax(mean + (root @ drawn[..., None])[..., 0], 2).mean(0)
-    for link, tolerance in {"probit": 0.1, "probit_full": 0.05}.items():
-        found = la(x, link_approx=link)
-        torch.testing.assert_close(found.sum(1), torch.ones(8, dtype=torch.float64))
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
     sampled = la(x, link_approx="mc", n_samples=20_000, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(sampled, expected, rtol=0, atol=0.02)
-    la.prior_precision = 1e12
-    for link in ("probit", "probit_full"):
-        torch.testing.assert_close(la(x, link_approx=link), torch.softmax(mean, 1), rtol=0, atol=1e-6)
 
 
 def test_links_by_hand() -> None:

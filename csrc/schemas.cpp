@@ -10,9 +10,8 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   // y[n,d,y] = sum_c weight_out[d,c,y] (sum_x weight_in[d,c,x] x[n,c,x] + bias_in[d]) + bias_out[y]; x (N,C,X),
   // weight_in (D,C,X), weight_out (D,C,Y), bias_in (D,), bias_out (Y,) -> contiguous (N,D,Y)
   m.def(
-      "factored_linear(Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, Tensor? bias_out, bool "
-      "allow_tf32=False) "
-      "-> Tensor");
+      "factored_linear(Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, Tensor? bias_out, "
+      "bool allow_tf32=False) -> Tensor");
 
   // Gradients of x, weight_in, weight_out, bias_in, bias_out for grad (N,D,Y), contiguous; one not asked for has shape (0,).
   m.def(

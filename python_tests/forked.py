@@ -157,3 +157,12 @@ class Forks:
             self.server.communicate(timeout=60)
         finally:
             self.server.kill()
+
+
+def wait_for(path: Path, process: subprocess.Popen[str] | Child) -> None:
+    """Until there is that file, which the process makes."""
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.poll() is None, process.communicate(timeout=60)
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -13,25 +13,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, TangentModel, exact_log_marginal_likelihood
+from python_tests.laplace.checks import Function
+from python_tests.laplace.test_errors import Zeta
 
 pytestmark = pytest.mark.filterwarnings("ignore:fit", "ignore:.*weight_norm:FutureWarning", "ignore:.*batching rule")
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randn(6, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 WORDS = torch.tensor([[0, 1, 2], [3, 1, 4], [2, 2, 0], [4, 4, 4], [0, 0, 1], [3, 2, 1]])
-
-
-class Net(nn.Module):
-    """A forward of its own on named modules."""
-
-    def __init__(self, run: Callable[[Any, Tensor], Tensor], **modules: Any) -> None:
-        super().__init__()
-        self.run = run
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
 
 
 def freeze(*names: str) -> Callable[[nn.Module], nn.Module]:
@@ -58,7 +47,7 @@ def positions(expanded: bool) -> nn.Module:
         at = torch.arange(3)
         return net.head((net.embed(x) + net.at(at.expand(len(x), -1) if expanded else at)).tanh().mean(1))
 
-    return Net(run, embed=nn.Embedding(5, 4), at=nn.Embedding(3, 4), head=nn.Linear(4, 2))
+    return Function(run, embed=nn.Embedding(5, 4), at=nn.Embedding(3, 4), head=nn.Linear(4, 2))
 
 
 def words(kind: type[nn.Module] = nn.Embedding, **flags: Any) -> nn.Module:
@@ -66,7 +55,7 @@ def words(kind: type[nn.Module] = nn.Embedding, **flags: Any) -> nn.Module:
         found = net.embed(x)
         return net.head((found if found.dim() == 2 else found.mean(1)).tanh())
 
-    return Net(run, embed=kind(5, 4, **flags), head=nn.Linear(4, 2))
+    return Function(run, embed=kind(5, 4, **flags), head=nn.Linear(4, 2))
 
 
 def twice(by_layer: bool) -> nn.Module:
@@ -78,7 +67,7 @@ def twice(by_layer: bool) -> nn.Module:
 
     first, again = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
     again.weight = first.weight
-    return Net(run, first=first, head=nn.Linear(3, 2), **({"again": again} if by_layer else {}))
+    return Function(run, first=first, head=nn.Linear(3, 2), **({"again": again} if by_layer else {}))
 
 
 def replaced() -> nn.Module:
@@ -86,7 +75,7 @@ def replaced() -> nn.Module:
         own = {"weight": 2 * net.first.weight, "bias": net.first.bias}
         return net.head(torch.func.functional_call(net.first, own, (x,)).tanh())
 
-    return Net(run, first=nn.Linear(3, 3), head=nn.Linear(3, 2))
+    return Function(run, first=nn.Linear(3, 3), head=nn.Linear(3, 2))
 
 
 def forces() -> nn.Module:
@@ -96,14 +85,14 @@ def forces() -> nn.Module:
             (force,) = torch.autograd.grad(net.energy(net.first(x).tanh()).sum(), x, create_graph=True)
         return net.head(force)
 
-    return Net(run, first=nn.Linear(3, 4), energy=nn.Linear(4, 1), head=nn.Linear(3, 2))
+    return Function(run, first=nn.Linear(3, 4), energy=nn.Linear(4, 1), head=nn.Linear(3, 2))
 
 
 def listed(attribute: bool) -> nn.Module:
     """A parameter that the forward takes from a list of its own."""
     own = nn.Parameter(torch.ones(3, 2))
     run = (lambda net, x: net.head(x @ net.own)) if attribute else (lambda net, x: net.head(x @ net.kept[0]))
-    return Net(run, own=own, kept=[own], head=nn.Linear(2, 2))
+    return Function(run, own=own, kept=[own], head=nn.Linear(2, 2))
 
 
 def attentions(together: bool) -> nn.Module:
@@ -114,7 +103,7 @@ def attentions(together: bool) -> nn.Module:
         return net.head(other(h, h.tanh(), h.tanh())[0].mean(1))
 
     own = {} if together else {"other": nn.MultiheadAttention(4, 2, batch_first=True)}
-    return Net(
+    return Function(
         run, first=nn.Linear(3, 4), attention=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, 2), **own
     )
 
@@ -123,14 +112,14 @@ def recurrent(kind: type[nn.Module]) -> nn.Module:
     def run(net: Any, x: Tensor) -> Tensor:
         return net.head(net.layer(x[:, None])[0][:, -1])
 
-    return Net(run, layer=kind(3, 4, batch_first=True), head=nn.Linear(4, 2))
+    return Function(run, layer=kind(3, 4, batch_first=True), head=nn.Linear(4, 2))
 
 
 def checkpointed(reentrant: bool) -> nn.Module:
     def run(net: Any, x: Tensor) -> Tensor:
         return net.head(checkpoint(lambda h: net.first(h).tanh(), x, use_reentrant=reentrant))
 
-    return Net(run, first=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    return Function(run, first=nn.Linear(3, 4), head=nn.Linear(4, 2))
 
 
 def without_norm(model: nn.Module) -> nn.Module:
@@ -141,13 +130,6 @@ def without_norm(model: nn.Module) -> nn.Module:
 def without_old_norm(model: nn.Module) -> nn.Module:
     nn.utils.remove_weight_norm(model[0])
     return model
-
-
-class Zeta(nn.Module):
-    """Of which torch has no gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.special.zeta(x.abs() + 2, torch.ones_like(x))
 
 
 class Doubled(nn.Linear):
@@ -162,12 +144,12 @@ def weight_normed() -> nn.Module:
 
 
 def unused() -> nn.Module:
-    return Net(lambda net, x: net.first(x), first=nn.Linear(3, 2), other=nn.Linear(2, 2))
+    return Function(lambda net, x: net.first(x), first=nn.Linear(3, 2), other=nn.Linear(2, 2))
 
 
 def turned() -> nn.Module:
     """Its last module is not the last that runs."""
-    return Net(lambda net, x: net.head(net.body(x).tanh()), head=nn.Linear(4, 2), body=nn.Linear(3, 4))
+    return Function(lambda net, x: net.head(net.body(x).tanh()), head=nn.Linear(4, 2), body=nn.Linear(3, 4))
 
 
 LAST = {"subset_of_weights": "last_layer"}
@@ -290,7 +272,9 @@ def test_a_bias_may_come_before_its_weight(make: Any) -> None:
 
 
 def test_the_exact_evidence_of_frozen_layers() -> None:
-    model = Net(lambda net, x: net.head((net.shift * net.first(x)).tanh()), first=nn.Linear(3, 3), head=nn.Linear(3, 2))
+    model = Function(
+        lambda net, x: net.head((net.shift * net.first(x)).tanh()), first=nn.Linear(3, 3), head=nn.Linear(3, 2)
+    )
     model.shift = nn.Parameter(torch.ones(3))
     model = model.double()
     with pytest.raises(ValueError, match="or freeze its parameters"):

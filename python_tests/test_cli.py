@@ -19,7 +19,7 @@ import torch
 from ella_cuda import __version__, cli, experiments
 from ella_cuda.reports.pictures import Drawn
 from ella_cuda.testing import KernelCheck, kernel_cases
-from python_tests.forked import Child
+from python_tests.forked import wait_for
 from python_tests.ops.checks import threads
 
 CODE = "import sys; from ella_cuda_command import main; sys.exit(main())"
@@ -113,14 +113,6 @@ def test_train_then_inspect_then_resume(tmp_path, monkeypatch, capsys):
     assert cli.main(["train", "--out", str(folder)]) == 2
     assert f"--resume {folder}" in capsys.readouterr().err
     assert (folder / "summary.json").read_text() == before
-
-
-def wait_for(path: Path, process: Child) -> None:
-    deadline = time.monotonic() + 240
-    while not path.exists():
-        assert process.poll() is None, process.communicate(timeout=60)
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

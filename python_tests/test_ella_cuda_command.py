@@ -9,7 +9,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import torch
 import ella_cuda_command as command
 from ella_cuda import cli
 from ella_cuda.testing import KernelCheck
-from python_tests.forked import Child
+from python_tests.forked import wait_for
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
 TINY = "train --task digit --layer conv --objective map --width 1 --epochs 1 --burn-in 0 --frequency 1 --train-size 40 --test-size 40"
@@ -296,11 +295,3 @@ def test_a_signal_during_a_run_keeps_what_there_is_and_says_how_to_go_on(number,
     _, err = started.communicate(timeout=120)
     assert started.returncode == 128 + number
     assert err == "ella-cuda: interrupted; go on with: ella-cuda train --resume dir\n"
-
-
-def wait_for(path: Path, process: subprocess.Popen[str] | Child) -> None:
-    deadline = time.monotonic() + 240
-    while not path.exists():
-        assert process.poll() is None, process.communicate(timeout=60)
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

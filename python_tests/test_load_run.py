@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 
 import pytest
 import torch
@@ -118,14 +117,3 @@ def test_folders_that_cannot_be_loaded(tmp_path):
     (folder / "checkpoint.pt").unlink()
     with pytest.raises(ValueError, match="has not come to its first evaluation"):
         load_run(folder)
-
-
-def test_code_in_a_checkpoint_is_not_executed(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (pytest.fail, ("the checkpoint executed code",))
-
-    run_one(small(objective="map", epochs=1), tmp_path, progress=False)
-    torch.save({"format": 3, "model": Evil()}, tmp_path / "checkpoint.pt", pickle_module=pickle)
-    with pytest.raises(ValueError, match="not a readable checkpoint"):
-        load_run(tmp_path)

@@ -56,45 +56,34 @@ class ArgumentCheck {
 
   // As tensor(), where the reference is a sum of products of these elements: they may also have a narrower type.
   void summand(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
-    dimensions(name, value, shape, meaning);
     const ScalarType type = value.scalar_type(), sum = reference_.scalar_type();
     const bool widens =
         type == ScalarType::BFloat16 || type == ScalarType::Half || (sum == ScalarType::Double && type == ScalarType::Float);
-    ELLA_CHECK(type == sum || widens, op_, ": ", name, " must have the dtype of ", name_, " (", dtype_name(sum), ") or be ",
-               sum == ScalarType::Double ? "float32, " : "", "bfloat16 or float16, got ", dtype_name(type));
-    device(name, value);
+    argument(type == sum || widens, name, value, shape, meaning, "have the dtype of ", name_, " (", dtype_name(sum), ") or be ",
+             sum == ScalarType::Double ? "float32, " : "", "bfloat16 or float16");
   }
 
   // Of the reference's dtype, or float32 beside a float64 reference, which takes sums of it.
   void no_wider(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
-    dimensions(name, value, shape, meaning);
     const ScalarType type = value.scalar_type(), sum = reference_.scalar_type();
-    ELLA_CHECK(type == sum || (sum == ScalarType::Double && type == ScalarType::Float), op_, ": ", name,
-               " must have the dtype of ", name_, " (", dtype_name(sum), ")", sum == ScalarType::Double ? " or be float32" : "",
-               ", got ", dtype_name(type));
-    device(name, value);
+    argument(type == sum || (sum == ScalarType::Double && type == ScalarType::Float), name, value, shape, meaning,
+             "have the dtype of ", name_, " (", dtype_name(sum), ")", sum == ScalarType::Double ? " or be float32" : "");
   }
 
   // Shape, dtype and device; -1 in `shape` accepts any size. `meaning` names the axes in the message.
   void tensor(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
-    dimensions(name, value, shape, meaning);
-    ELLA_CHECK(value.scalar_type() == reference_.scalar_type(), op_, ": ", name, " must have the dtype of ", name_, " (",
-               dtype_name(reference_.scalar_type()), "), got ", dtype_name(value.scalar_type()));
-    device(name, value);
+    const ScalarType type = reference_.scalar_type();
+    argument(value.scalar_type() == type, name, value, shape, meaning, "have the dtype of ", name_, " (", dtype_name(type),
+             ")");
   }
 
   void index(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
-    dimensions(name, value, shape, meaning);
-    ELLA_CHECK(value.scalar_type() == ScalarType::Long, op_, ": ", name, " must be int64, got ",
-               dtype_name(value.scalar_type()));
-    device(name, value);
+    argument(value.scalar_type() == ScalarType::Long, name, value, shape, meaning, "be int64");
   }
 
   void coordinates(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
-    dimensions(name, value, shape, meaning);
-    ELLA_CHECK(value.scalar_type() == ScalarType::Double, op_, ": ", name, " must be float64 whatever the dtype of ", name_,
-               ", got ", dtype_name(value.scalar_type()));
-    device(name, value);
+    argument(value.scalar_type() == ScalarType::Double, name, value, shape, meaning, "be float64 whatever the dtype of ",
+             name_);
   }
 
   void number(const char* name, double value) const {
@@ -136,6 +125,14 @@ class ArgumentCheck {
   }
 
  private:
+  template <class... Words>
+  void argument(bool right_dtype, const char* name, const Tensor& value, std::initializer_list<int64_t> shape,
+                const char* meaning, const Words&... words) const {
+    dimensions(name, value, shape, meaning);
+    ELLA_CHECK(right_dtype, op_, ": ", name, " must ", words..., ", got ", dtype_name(value.scalar_type()));
+    device(name, value);
+  }
+
   static std::string expected(std::initializer_list<int64_t> shape) {
     std::ostringstream out;
     bool known = false;

@@ -72,10 +72,8 @@ inline CudaPath parse_cuda_path(const std::string& text) {
     } else if (key == "tile") {
       count(path.tile);
     } else {
-      fail(
-          "ELLA_CUDA_PATH: expected KEY=VALUE with a key of product, split, tile, lags, separated by commas, got "
-          "'",
-          item, "'");
+      fail("ELLA_CUDA_PATH: expected KEY=VALUE with a key of ", "product, split, tile, lags, separated by commas, got '", item,
+           "'");
     }
   }
   return path;

@@ -51,28 +51,6 @@ class Device {
   }
 };
 
-template <class... P, class... A>
-void launch(const Device&, const char* name, void (*kernel)(P...), int64_t blocks, unsigned threads, size_t shared_bytes,
-            A... arguments) {
-  if (blocks == 0) return;
-  ELLA_CHECK(blocks <= kMaxBlocks, "ella_cuda: ", name, ": ", blocks, " blocks exceed the grid limit ", kMaxBlocks);
-  cusim::launch(name, kernel, static_cast<unsigned>(blocks), threads, shared_bytes, arguments...);
-}
-
-// Sets every byte of a tensor to zero, in the stream's order.
-inline void clear(const Device&, const char*, const Tensor& tensor) {
-  ++cusim::counts().clears;
-  std::memset(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size());
-}
-
-// Uninitialised memory: every byte is set, to NaN in floating point and -1 in integers, so that a result nobody wrote shows.
-inline Tensor device_empty(const Tensor& like, std::initializer_list<int64_t> shape,
-                           std::optional<ScalarType> dtype = std::nullopt) {
-  Tensor result = empty_of(like, shape, dtype);
-  cusim::poison(result.data_ptr(), result.numel() * result.element_size());
-  return result;
-}
-
 #else
 
 inline void check_cuda(cudaError_t error, const char* name) {
@@ -129,12 +107,17 @@ class Device {
   cudaStream_t stream_ = nullptr;
 };
 
+#endif
+
 // Launches kernel<<<blocks, threads, shared_bytes>>> on the device's current stream; no blocks, no launch.
 template <class... P, class... A>
-void launch(const Device& device, const char* name, void (*kernel)(P...), int64_t blocks, unsigned threads, size_t shared_bytes,
-            A... arguments) {
+void launch([[maybe_unused]] const Device& device, const char* name, void (*kernel)(P...), int64_t blocks, unsigned threads,
+            size_t shared_bytes, A... arguments) {
   if (blocks == 0) return;
   ELLA_CHECK(blocks <= kMaxBlocks, "ella_cuda: ", name, ": ", blocks, " blocks exceed the grid limit ", kMaxBlocks);
+#ifdef ELLA_SIMULATOR
+  cusim::launch(name, kernel, static_cast<unsigned>(blocks), threads, shared_bytes, arguments...);
+#else
   if (shared_bytes > kPlainSharedBytes) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)), name);
   }
@@ -142,17 +125,28 @@ void launch(const Device& device, const char* name, void (*kernel)(P...), int64_
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, device.stream()>>>(static_cast<P>(arguments)...);
   // clang-format on
   check_cuda(cudaGetLastError(), name);
+#endif
 }
 
-inline void clear(const Device& device, const char* name, const Tensor& tensor) {
+// Sets every byte of a tensor to zero, in the stream's order.
+inline void clear([[maybe_unused]] const Device& device, [[maybe_unused]] const char* name, const Tensor& tensor) {
+#ifdef ELLA_SIMULATOR
+  ++cusim::counts().clears;
+  std::memset(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size());
+#else
   check_cuda(cudaMemsetAsync(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size(), device.stream()), name);
+#endif
 }
 
+// Uninitialised memory. The simulator sets every byte, to NaN in floating point and -1 in integers, so that a result nobody
+// wrote shows.
 inline Tensor device_empty(const Tensor& like, std::initializer_list<int64_t> shape,
                            std::optional<ScalarType> dtype = std::nullopt) {
-  return empty_of(like, shape, dtype);
-}
-
+  Tensor result = empty_of(like, shape, dtype);
+#ifdef ELLA_SIMULATOR
+  cusim::poison(result.data_ptr(), result.numel() * result.element_size());
 #endif
+  return result;
+}
 
 }  // namespace ella

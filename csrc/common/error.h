@@ -6,6 +6,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace ella {
 
@@ -19,34 +20,22 @@ template <class... Parts>
 // As torch prints it: float32, not Float.
 inline std::string dtype_name(torch::headeronly::ScalarType type) {
   using torch::headeronly::ScalarType;
-  switch (type) {
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Char:
-      return "int8";
-    case ScalarType::Short:
-      return "int16";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Bool:
-      return "bool";
-    case ScalarType::ComplexFloat:
-      return "complex64";
-    case ScalarType::ComplexDouble:
-      return "complex128";
-    default:
-      return torch::headeronly::toString(type);
+  constexpr std::pair<ScalarType, const char*> names[] = {{ScalarType::Float, "float32"},
+                                                          {ScalarType::Double, "float64"},
+                                                          {ScalarType::Half, "float16"},
+                                                          {ScalarType::BFloat16, "bfloat16"},
+                                                          {ScalarType::Byte, "uint8"},
+                                                          {ScalarType::Char, "int8"},
+                                                          {ScalarType::Short, "int16"},
+                                                          {ScalarType::Int, "int32"},
+                                                          {ScalarType::Long, "int64"},
+                                                          {ScalarType::Bool, "bool"},
+                                                          {ScalarType::ComplexFloat, "complex64"},
+                                                          {ScalarType::ComplexDouble, "complex128"}};
+  for (const auto& [known, name] : names) {
+    if (known == type) return name;
   }
+  return torch::headeronly::toString(type);
 }
 
 }  // namespace ella

@@ -63,16 +63,11 @@ constexpr bool kIsWidened = !std::is_same_v<S, Widened<S>>;
 // Calls f with a value of the type of `rows`: double, float, BFloat16 or Half.
 template <class F>
 void with_row_type(const Tensor& rows, const F& f) {
-  switch (rows.scalar_type()) {
-    case ScalarType::Double:
-      return f(double());
-    case ScalarType::BFloat16:
-      return f(BFloat16());
-    case ScalarType::Half:
-      return f(Half());
-    default:
-      return f(float());
-  }
+  const ScalarType type = rows.scalar_type();
+  if (type == ScalarType::Double) return f(double());
+  if (type == ScalarType::BFloat16) return f(BFloat16());
+  if (type == ScalarType::Half) return f(Half());
+  return f(float());
 }
 
 // Calls f with a value of the type of `rows` and one of the type of the factor that their products are added to, which is

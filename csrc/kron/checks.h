@@ -126,12 +126,11 @@ inline KronVarianceSizes check_kron_variance(const Tensor& variance, const Tenso
   s.diagonal = variance.dim() == 2;
   if (s.diagonal) {
     check.tensor("variance", variance, {-1, -1}, "(N, K)");
-    s.N = variance.size(0), s.K = variance.size(1);
   } else {
     check.tensor("variance", variance, {-1, -1, -1}, "(N, K, K)");
-    s.N = variance.size(0), s.K = variance.size(1);
-    check.tensor("variance", variance, {s.N, s.K, s.K}, "(N, K, K)");
+    check.tensor("variance", variance, {variance.size(0), variance.size(1), variance.size(1)}, "(N, K, K)");
   }
+  s.N = variance.size(0), s.K = variance.size(1);
   const char* meaning = inputs ? "(K, N, T, G, b)" : "(K, N, G, a, b)";
   check.no_wider("outputs", outputs, {s.K, s.N, -1, -1, -1}, meaning);
   s.b = outputs.size(4);

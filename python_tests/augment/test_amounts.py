@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 
@@ -84,7 +83,7 @@ def test_rotation_is_clamped_at_the_full_circle_and_comes_back(constraint, dtype
     assert torch.autograd.grad(augment.eta.sum(), augment.raw)[0][1] > 0.9
 
 
-def test_states_and_copies_have_the_amounts():
+def test_states_have_the_amounts():
     x, augment = torch.randn(2, 1, 6, 6), AffineAugment(4, "rotation", 0.8, "grid")
     expected = augment(x)
     other = AffineAugment(4, "rotation", 0.1, "grid")
@@ -94,10 +93,6 @@ def test_states_and_copies_have_the_amounts():
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other(x), expected)
-    copied = copy.deepcopy(augment)
-    with torch.no_grad():
-        augment.raw += 1
-    assert torch.equal(copied(x), expected) and not torch.equal(augment(x), expected)
 
 
 def test_a_device_and_a_dtype_are_taken():

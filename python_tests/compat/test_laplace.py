@@ -411,25 +411,15 @@ def test_predictions_are_those_of_the_dense_posterior(name):
     torch.testing.assert_close(la.functional_covariance(j), joint, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_way_to_predict_runs(name):
-    la, x, _ = fitted(name, prior_precision=5.0)
-    before = [p.detach().clone() for p in la.params]
-    for pred_type, link in (("glm", "probit"), ("glm", "mc"), ("glm", "bridge"), ("glm", "bridge_norm"), ("nn", "mc")):
-        found = la(x, pred_type=pred_type, link_approx=link, n_samples=3)
-        torch.testing.assert_close(found.sum(1), torch.ones(N, dtype=torch.float64))
-    for pred_type in ("glm", "nn"):
-        assert la.functional_samples(x, pred_type, n_samples=3).shape == (3, N, CLASSES)
-        assert la.predictive_samples(x, pred_type, n_samples=3).sum(2).allclose(torch.ones(3, N, dtype=torch.float64))
-    assert all(torch.equal(a, b) for a, b in zip(before, la.params, strict=True))
-
-
 def test_samples_are_the_generators():
     la, x, _ = fitted("tied", prior_precision=5.0)
     for how in ({"link_approx": "mc"}, {"pred_type": "nn", "link_approx": "mc"}):
         found = [la(x, generator=torch.Generator().manual_seed(s), n_samples=4, **how) for s in (3, 3, 4)]
         assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
         torch.testing.assert_close(found[0].sum(1), torch.ones(N, dtype=torch.float64))
+    for pred_type in ("glm", "nn"):
+        assert la.functional_samples(x, pred_type, n_samples=3).shape == (3, N, CLASSES)
+        assert la.predictive_samples(x, pred_type, n_samples=3).sum(2).allclose(torch.ones(3, N, dtype=torch.float64))
     values = la.sample(3, torch.Generator().manual_seed(0))
     each = torch.stack([la.log_prob(value) for value in values])
     torch.testing.assert_close(la.log_prob(values), each)

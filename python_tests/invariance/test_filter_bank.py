@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ella_cuda.augment import AffineAugment, Augment
 from ella_cuda.invariance import InvariantFilterBank
 from ella_cuda.ops.averaged_filters import ACTIVATIONS
 from python_tests.augment.augments import DOUBLE, raw
+from python_tests.ops.checks import Largest
 
 SHAPE = (2, 7, 9)
 
@@ -55,21 +55,6 @@ def test_transformed_filters_are_those_of_transformed_images():
     assert filters.shape == (3, 5, *SHAPE)
     products = torch.einsum("nchw,sdchw->nsd", x, filters)
     torch.testing.assert_close(products, torch.einsum("nschw,dchw->nsd", copies, bank.weight))
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers of a tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(one, torch.Tensor):
-                self.numbers = max(self.numbers, one.untyped_storage().nbytes() // one.element_size())
-        return result
 
 
 def test_filters_path_never_has_images_for_all_copies():

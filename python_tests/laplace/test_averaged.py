@@ -102,14 +102,6 @@ def averaged(name: str, sampling: str = "shared", copies: int = COPIES) -> Avera
     return AveragedFunction(network(name), AffineAugment(copies, init=0.3, sampling=sampling, dtype=torch.float64))
 
 
-def test_one_copy_is_a_data_point():
-    x, y = data()
-    model = averaged("fixup", copies=1)
-    la = KronLaplace(model).fit([(x, y)])
-    moved = model.copies(x, la.state_dict()["draws"])[:, 0]
-    assert_same_factors(la, KronLaplace(network("fixup")).fit([(moved, y)]))
-
-
 def test_draws_are_the_fits_and_saved(tmp_path):
     x, y = data()
     model = averaged("conv")

@@ -26,7 +26,6 @@ def data():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(likelihood="normal"), ValueError, "likelihood must be one of 'classification', 'regression', .*got 'normal'"),
         (dict(fisher="empirical"), ValueError, "fisher must be one of 'exact', 'mc'"),
         (dict(resolution="fine"), ValueError, "resolution must be one of 'shared', 'per_channel'"),
         (dict(memory_budget=0), ValueError, "memory_budget must be a positive"),

@@ -24,8 +24,6 @@ from ella_cuda.laplace import (
 from python_tests.laplace.checks import Function, randomised
 from python_tests.laplace.jacobians import NETWORKS, dense_jacobians, network
 
-SMALL = list(NETWORKS)
-
 
 def labelled(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     model, x = network(name)
@@ -48,7 +46,7 @@ def precisions(la: Any) -> Tensor:
     return torch.linspace(0.4, 1.7, len(la.parameter_names), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("kind", ["full", "diag"])
 def test_curvature_and_covariances_are_dense_algebras(name: str, kind: str) -> None:
     model, x, y = labelled(name)

@@ -98,21 +98,6 @@ def test_infinite_outputs_are_reported():
         KronLaplace(model, "regression").fit([(torch.randn(4, 2), torch.full((4, 2), float("inf")))])
 
 
-def test_eigenvalues_are_computed_once_per_fit(monkeypatch):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    data = [(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))]
-    calls = []
-    original = torch.linalg.eigvalsh
-    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda t: (calls.append(t.dtype), original(t))[1])
-    la = KronLaplace(model).fit(data)
-    for precision in (0.1, 1.0, 10.0):
-        la.log_marginal_likelihood(precision)
-    la.effective_parameters()
-    assert calls == [torch.float64] * 4  # two sides of two weights; a bias shares its weight's
-    la.fit(data).log_marginal_likelihood()
-    assert len(calls) == 8
-
-
 def test_the_evidence_does_not_depend_on_the_batch_size():
     """Correlated inputs far from zero, whose small eigenvalues a float32 total loses. The oracle: float64 sums of the inputs, and the
     Hessian of squares, the number of data points times the identity.

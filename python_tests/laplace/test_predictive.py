@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.laplace.likelihoods import softmax_probabilities
 from ella_cuda.laplace.predictive import _Moments
 from python_tests.laplace.checks import Function, randomised
 from python_tests.laplace.jacobians import NETWORKS, OwnTanh, dense_jacobians, network
+from python_tests.ops.checks import Largest
 
 
 def fitted(name: str, **how: object) -> tuple[KronLaplace, Tensor]:
@@ -51,12 +51,16 @@ def dense_covariance(la: KronLaplace, x: Tensor) -> Tensor:
     return total
 
 
+def blocks_of(covariance: Tensor, n: int) -> Tensor:
+    """Of each of n data points, ``(N, K, K)``."""
+    return covariance.unflatten(1, (n, -1)).unflatten(0, (n, -1)).diagonal(dim1=0, dim2=2).movedim(2, 0)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_covariances_are_dense_algebras(name: str) -> None:
     la, x = fitted(name)
-    covariance, n = dense_covariance(la, x), len(x)
-    k = len(covariance) // n
-    blocks = covariance.view(n, k, n, k).diagonal(dim1=0, dim2=2).movedim(2, 0)
+    covariance = dense_covariance(la, x)
+    blocks = blocks_of(covariance, len(x))
     torch.testing.assert_close(la.functional_variance(x), blocks, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(la.functional_covariance(x), covariance, rtol=1e-10, atol=1e-12)
     mean, variance = la(x, diagonal_output=True)
@@ -70,9 +74,7 @@ def test_covariances_are_dense_algebras(name: str) -> None:
 )  # fmt: skip
 def test_settings_change_the_posterior_not_the_algebra(name: str, how: dict[str, object]) -> None:
     la, x = fitted(name, **how)
-    covariance, n = dense_covariance(la, x), len(x)
-    k = len(covariance) // n
-    blocks = covariance.view(n, k, n, k).diagonal(dim1=0, dim2=2).movedim(2, 0)
+    blocks = blocks_of(dense_covariance(la, x), len(x))
     torch.testing.assert_close(la.functional_variance(x), blocks, rtol=1e-10, atol=1e-12)
 
 
@@ -151,25 +153,11 @@ def test_samples_have_the_covariance(name: str) -> None:
     assert_covariance(draws[:, some], la.posterior_precision.to_matrix(-1)[some][:, some])
 
 
-class OnceTanh(torch.autograd.Function):
-    """Without a forward mode, and with a gradient that has no derivative."""
+class Once(OwnTanh):
+    """With a gradient that has no derivative either."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = torch.tanh(x)
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        return gradient * (1 - out.square())
-
-
-class Once(nn.Module):
-    def forward(self, h: Tensor) -> Tensor:
-        return OnceTanh.apply(h)
+    class _Function(OwnTanh._Function):
+        backward = staticmethod(torch.autograd.function.once_differentiable(OwnTanh._Function.backward))
 
 
 def products(_: nn.Module, h: Tensor) -> Tensor:
@@ -245,21 +233,14 @@ def classifier() -> tuple[KronLaplace, Tensor]:
     return KronLaplace(model, prior_precision=10.0).fit([(x, torch.arange(8) % 4)]), x
 
 
-def test_links_are_near_the_softmaxs_mean() -> None:
+def test_sampled_probabilities_are_the_softmaxs_mean() -> None:
     la, x = classifier()
     mean, covariance = la.model(x), la.functional_variance(x)
     root = torch.linalg.cholesky(covariance)
     drawn = torch.randn(200_000, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = torch.softmax(mean + (root @ drawn[..., None])[..., 0], 2).mean(0)
-    for link, tolerance in {"probit": 0.1, "probit_full": 0.05}.items():
-        found = la(x, link_approx=link)
-        torch.testing.assert_close(found.sum(1), torch.ones(8, dtype=torch.float64))
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
     sampled = la(x, link_approx="mc", n_samples=20_000, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(sampled, expected, rtol=0, atol=0.02)
-    la.prior_precision = 1e12
-    for link in ("probit", "probit_full"):
-        torch.testing.assert_close(la(x, link_approx=link), torch.softmax(mean, 1), rtol=0, atol=1e-6)
 
 
 def test_links_by_hand() -> None:
@@ -638,19 +619,6 @@ def test_the_exact_evidence_has_prior_mean_and_temperature() -> None:
     assert abs(exact_log_marginal_likelihood(plain, x, y) - exact) > 0.1
 
 
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that any op gave."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(one, Tensor):
-                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
-        return out
-
-
 def test_many_outputs_need_no_jacobian() -> None:
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 200))
     x = torch.randn(16, 20)
@@ -658,8 +626,8 @@ def test_many_outputs_need_no_jacobian() -> None:
     la(x[:1])  # decomposes the factors
     with Largest() as largest:
         la(x)
-    jacobian = 4 * 16 * 200 * la.n_params
-    assert 0 < largest.bytes < jacobian / 40
+    jacobian = 16 * 200 * la.n_params
+    assert 0 < largest.numbers < jacobian / 40
     torch.testing.assert_close(la(x).sum(1), torch.ones(16))
     samples = la(x, link_approx="mc", n_samples=2)
     torch.testing.assert_close(samples.sum(1), torch.ones(16))

@@ -31,19 +31,14 @@ from ella_cuda.nn import (
     SparseFactoredLinear2d,
     StridedCircularConv2d,
 )
+from python_tests.laplace import checks
 from python_tests.laplace.checks import randomised
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-class Function(nn.Module):
-    """A network of layers by name and a function of them and the input."""
-
-    def __init__(self, forward: Callable[..., Tensor], **layers: nn.Module) -> None:
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self._function = forward
+class Function(checks.Function):
+    """With the one argument that torch.fx traces."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self._function(self, x)

@@ -109,11 +109,6 @@ def test_rules_that_do_not_reduce_are_refused_in_one_message():
     KronLaplace(model).fit([(data(2, 3)[0], torch.randint(3, (IMAGES,)))])
 
 
-def test_an_unknown_approximation():
-    with pytest.raises(ValueError, match=r"approximation must be one of 'expand', 'reduce', got 'shrink'"):
-        KronLaplace(nn.Linear(2, 2), approximation="shrink")
-
-
 def test_repr_state_and_summary():
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(6, CLASSES)).double()
     x, y = data(2, 4)

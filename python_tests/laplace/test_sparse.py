@@ -297,20 +297,3 @@ def test_a_fit_leaves_no_trace_on_the_buffers():
         la.fit([(x, y + 7)])
     assert all(b.requires_grad for b in buffers(model).values())
     assert all(b.grad is None for b in buffers(model).values())
-
-
-def test_state_dict_of_a_sparse_network():
-    model = network()
-    x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.randint(3, (5,))
-    la = KronLaplace(model).fit([(x, y)])
-    other = KronLaplace(model)
-    other.load_state_dict(la.state_dict())
-    assert other.log_marginal_likelihood().item() == la.log_marginal_likelihood().item()
-    assert_same(other.factors["0.s_conv.weight"].inputs, la.factors["0.s_conv.weight"].inputs)
-    # The data fit's gradient is no part of the state, and that of an earlier fit is not taken for it.
-    model[0].s_fc.basis_in.anchors.requires_grad_()
-    other.fit([(2 * x, y)])
-    other.load_state_dict(la.state_dict())
-    with pytest.raises(RuntimeError, match="call fit again"):
-        other.log_marginal_likelihood()
-    model[0].s_fc.basis_in.anchors.requires_grad_(False)

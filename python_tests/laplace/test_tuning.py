@@ -20,6 +20,7 @@ from python_tests.laplace.checks import Reusing, randomised
 from python_tests.recorded import RecordedGraphs
 
 Batches = list[tuple[Tensor, Tensor]]
+GRID: dict[str, Any] = {"method": "gridsearch", "prior_structure": "scalar"}
 
 
 def data(count: int, seed: int) -> Batches:
@@ -291,15 +292,8 @@ def test_the_grids_best_is_that_of_predictions(link: str) -> None:
         losses[exponent] = -log_p.mean().item()
     best = min(losses, key=losses.__getitem__)
     la.prior_precision = 7.0
-    grid: dict[str, Any] = {
-        "method": "gridsearch",
-        "prior_structure": "scalar",
-        "val_loader": validation,
-        "grid_size": 5,
-        "link_approx": link,
-        "log_prior_prec_min": -2,
-        "log_prior_prec_max": 2,
-    }
+    grid = GRID | {"val_loader": validation, "grid_size": 5, "link_approx": link}
+    grid |= {"log_prior_prec_min": -2, "log_prior_prec_max": 2}
     found = la.optimize_prior_precision(**grid)
     torch.testing.assert_close(found, torch.full((4,), 10**best, dtype=torch.float64))
 
@@ -325,14 +319,8 @@ def test_the_grid_of_a_regression_sees_the_variance() -> None:
             total += torch.distributions.Normal(mean, (variance + 0.16).sqrt()).log_prob(y).sum()
         densities[exponent] = total.item()
     best = max(densities, key=densities.__getitem__)
-    found = la.optimize_prior_precision(
-        method="gridsearch",
-        prior_structure="scalar",
-        val_loader=validation,
-        grid_size=4,
-        log_prior_prec_min=-3,
-        log_prior_prec_max=3,
-    )
+    ends = {"log_prior_prec_min": -3, "log_prior_prec_max": 3}
+    found = la.optimize_prior_precision(**GRID, val_loader=validation, grid_size=4, **ends)
     assert found[0] == pytest.approx(10**best)
 
 
@@ -343,8 +331,7 @@ def test_targets_of_a_grid_may_lie_in_memory_that_is_used_again() -> None:
         seen.append(targets)
         return 0.0
 
-    how: dict[str, Any] = {"method": "gridsearch", "prior_structure": "scalar", "grid_size": 1, "loss": loss}
-    regression().optimize_prior_precision(val_loader=Reusing(loader), **how)
+    regression().optimize_prior_precision(val_loader=Reusing(loader), **GRID, grid_size=1, loss=loss)
     assert torch.equal(seen[0], torch.cat([y for _, y in loader]))
 
 
@@ -371,15 +358,13 @@ def test_density_of_a_heteroscedastic_prediction_is_of_negative_second_parameter
         assert found.item() == pytest.approx(total, abs=0.04 * len(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        chosen = la.optimize_prior_precision(
-            method="gridsearch", prior_structure="scalar", val_loader=[(x, y[:, 0])], grid_size=5
-        )
+        chosen = la.optimize_prior_precision(**GRID, val_loader=[(x, y[:, 0])], grid_size=5)
     assert chosen[0] > 0
 
 
 def test_targets_of_the_grid_that_do_not_fit_are_refused() -> None:
     la, x = regression(), data(20, 1)[0][0]
-    how: dict[str, Any] = {"method": "gridsearch", "prior_structure": "scalar", "grid_size": 2}
+    how = GRID | {"grid_size": 2}
     with pytest.raises(ValueError, match="targets: expected the outputs' shape"):
         la.optimize_prior_precision(val_loader=[(x, torch.zeros(len(x), 1))], **how)
     with pytest.raises(ValueError, match="label"):
@@ -399,15 +384,8 @@ def test_the_grid_samples_where_asked(how: dict[str, Any]) -> None:
         losses[10**exponent] = -log_p.mean().item()
     best, second, _ = sorted(losses, key=losses.__getitem__)
     assert losses[second] - losses[best] > 0.03  # ten times what samples do
-    found = la.optimize_prior_precision(
-        method="gridsearch",
-        prior_structure="scalar",
-        val_loader=loader,
-        grid_size=3,
-        log_prior_prec_min=-1,
-        log_prior_prec_max=3,
-        **how,
-    )
+    ends = {"log_prior_prec_min": -1, "log_prior_prec_max": 3}
+    found = la.optimize_prior_precision(**GRID, val_loader=loader, grid_size=3, **ends, **how)
     assert found[0] == pytest.approx(best)
 
 
@@ -440,7 +418,7 @@ def test_wrong_arguments_change_nothing(how: dict[str, Any], words: str) -> None
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_no_precision_is_chosen_where_no_loss_is_finite(value: float) -> None:
     la, loader = classifier(), [(x, y.argmax(1)) for x, y in data(20, 2)]
-    how: dict[str, Any] = {"method": "gridsearch", "prior_structure": "scalar", "val_loader": loader, "grid_size": 3}
+    how = GRID | {"val_loader": loader, "grid_size": 3}
     with pytest.raises(ValueError, match="the loss must be finite somewhere on the grid, got"):
         la.optimize_prior_precision(**how, loss=lambda p, y: value)
     with pytest.raises(TypeError, match=r"loss must return one number, got shape \(20,\)"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -136,14 +135,6 @@ def test_what_was_computed_elsewhere_is_not_kept(where):
     x = torch.randn(2, 16, requires_grad=True)
     basis.project(x).sum().backward()
     assert_same(x.grad, basis.matrix().sum(0).expand(2, 16))
-
-
-def test_copies_and_files_do_without_the_kept_matrix():
-    basis = SpatialBasis(4, 3)
-    basis.matrix()
-    for other in (copy.deepcopy(basis), pickle.loads(pickle.dumps(basis))):
-        assert other._kept is None
-        assert_same(other.matrix(), basis.matrix())
 
 
 def test_a_layer_made_without_memory_is_whole_once_it_is_loaded():

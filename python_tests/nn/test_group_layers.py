@@ -26,6 +26,7 @@ from ella_cuda.nn import (
     GroupPolyphasePool2d,
     SlicesAsChannels,
 )
+from python_tests.test_groups import moved as turn
 
 VARIANTS = ("full", "separable", "depthwise_separable", "pointwise")
 GROUP_LIST = [GROUPS["p4"], GROUPS["p4m"], cyclic_shifts(2)]
@@ -48,13 +49,6 @@ def randomised(module: nn.Module) -> nn.Module:
 
 def error(a: Tensor, b: Tensor) -> float:
     return ((a - b).abs().max() / b.abs().max()).item()
-
-
-def turn(group: Group, x: Tensor, element: int) -> Tensor:
-    """By torch's own functions; groups' tests check it."""
-    if group.name.startswith("shifts"):
-        return x.roll(element * x.shape[-1] // group.order, -1)
-    return torch.rot90(x.flip(-1) if element >= 4 else x, element % 4, (-2, -1))
 
 
 def translated(group: Group, x: Tensor, shift: tuple[int, int]) -> Tensor:

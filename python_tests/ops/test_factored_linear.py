@@ -93,6 +93,24 @@ def dense(
     return result if bias_out is None else result + bias_out.to(dtype)
 
 
+DIFFERENTIABLE = {
+    "factored_linear": checks.Case(
+        ops.factored_linear,
+        ops.factored_linear_torch,
+        dense,
+        arguments,
+        small=[(2, 2, 3, 3, 2)],
+        laid_out=[(4, 3, 5, 6, 7), (5, 3, 2, 64, 48), *ONE_OUTPUT[:3]],
+        empty=[(0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (64, 0, 3, 99, 5), (2, 3, 0, 4, 5), (2, 3, 4, 0, 5), (2, 3, 4, 5, 0)],
+        threaded=[
+            (64, 8, 16, 40, 24), (150, 8, 6, 40, 24), (150, 41, 6, 5, 33), (67, 110, 8, 32, 224), (35, 110, 160, 33, 8),
+            *ONE_OUTPUT,
+        ],
+        optional=2,
+    )
+}  # fmt: skip
+
+
 def plain_torch(shape: tuple[int, ...], *args: Tensor | None) -> Tensor:
     """What a user could write in torch, in the arguments' precision; sums are as long as where weights are multiplied out."""
     n, c, d, x, y = shape
@@ -184,38 +202,6 @@ def test_nothing_past_the_end_is_read(shape, dtype):
         assert torch.equal(o, e)
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 5, 6, 7), (5, 3, 2, 64, 48), *ONE_OUTPUT[:3]])
-@pytest.mark.parametrize("position", range(5))
-def test_every_layout(shape, position, device):
-    args = list(arguments(shape, device))
-    for _, laid_out in checks.layouts(args[position]):
-        call = [*args[:position], laid_out, *args[position + 1 :]]
-        checks.assert_same(ops.factored_linear(*call), dense(*call))
-        leaves = [t.detach().requires_grad_() for t in call]
-        dense_leaves = [t.detach().clone().requires_grad_() for t in call]
-        checks.assert_same(
-            torch.autograd.grad(ops.factored_linear(*leaves).sum(), leaves),  # an expanded gradient
-            torch.autograd.grad(dense(*dense_leaves).sum(), dense_leaves),
-        )
-
-
-@pytest.mark.parametrize(
-    "shape", [(0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (64, 0, 3, 99, 5), (2, 3, 0, 4, 5), (2, 3, 4, 0, 5), (2, 3, 4, 5, 0)]
-)
-def test_empty(shape, device):
-    args = [a.requires_grad_() for a in arguments(shape, device)]
-    result = ops.factored_linear(*args)
-    reference = ops.factored_linear_torch(*args)
-    checks.assert_same(result, reference)
-    checks.assert_same(torch.autograd.grad(result.sum(), args), torch.autograd.grad(reference.sum(), args))
-
-
-def test_derivatives(device):
-    args = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 3, 2), device))
-    checks.check_derivatives(ops.factored_linear, args)
-    checks.check_derivatives(ops.factored_linear, args[:3])
-
-
 def test_derivatives_of_the_backward_op(device):
     args = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 3, 2), device))
     grad = torch.randn(2, 3, 2, dtype=torch.float64, device=device, requires_grad=True)
@@ -278,22 +264,16 @@ def test_a_backward_that_reads_what_the_forward_kept(shape, kept, dtype):
         assert torch.equal(doubled[2], 2 * again[2]) and torch.equal(doubled[1], again[1])
 
 
-def calls(call, *names: str) -> dict[str, int]:
-    """How often ops of these names run during a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call()
-    return {name: sum(e.name == name for e in profile.events()) for name in names}
-
-
 def keeping_calls(call, name: str = "factored_linear_backward_keeping") -> int:
+    """How often an op of that name runs during a call."""
     name = f"ella_cuda::{name}"
-    return calls(call, name)[name]
+    return checks.runs_during(call, name)[1][name]
 
 
 def test_the_intermediate_is_kept(device):
     args = [a.requires_grad_() for a in arguments((8, 2, 1, 64, 3), device, torch.float32)]
     names = "ella_cuda::factored_linear_keeping", "ella_cuda::factored_linear_backward_keeping"
-    found = calls(lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args), *names)
+    _, found = checks.runs_during(lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args), *names)
     assert list(found.values()) == [1, 1]
 
 
@@ -388,16 +368,6 @@ def test_another_intermediate_is_refused():
             torch.ops.ella_cuda.factored_linear_backward_keeping(y, *args[:4], wrong, *[True] * 5)
 
 
-def test_func_transforms(device):
-    args = arguments((2, 2, 3, 3, 2), device)
-    checks.check_func_transforms(ops.factored_linear, ops.factored_linear_torch, args)
-    checks.check_func_transforms(ops.factored_linear, ops.factored_linear_torch, args[:3])
-
-
-def test_vmap(device):
-    checks.check_vmap(ops.factored_linear, arguments((2, 3, 4, 5, 2), device), batch=2)
-
-
 def test_vmap_of_the_input_gradient_joins_the_batch(device):
     """The K columns of the generalised Gauss-Newton are such a vmap; it must be one call, not K."""
     args = arguments((3, 2, 4, 5, 3), device)
@@ -408,50 +378,10 @@ def test_vmap_of_the_input_gradient_joins_the_batch(device):
     def input_gradient(column: Tensor) -> Tensor:
         return torch.autograd.grad(y, x, column, retain_graph=True)[0]
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        batched = torch.func.vmap(input_gradient)(columns)
-    calls = [e for e in profile.events() if e.name == "ella_cuda::factored_linear_backward"]
-    assert len(calls) == 2  # the batched call and, inside it, the physical one; a loop over columns would make 1 + 6
+    name = "ella_cuda::factored_linear_backward"
+    batched, found = checks.runs_during(lambda: torch.func.vmap(input_gradient)(columns), name)
+    assert found[name] == 2  # the batched call and, inside it, the physical one; a loop over columns would make 1 + 6
     checks.assert_same(batched, torch.stack([input_gradient(c) for c in columns]))
-
-
-def test_opcheck(device):
-    args = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 3, 2), device))
-    grad = torch.randn(2, 3, 2, dtype=torch.float64, device=device, requires_grad=True)
-    for call in (args, (*args[:3], None, None), tuple(a.detach() for a in args), (args[0].detach(), *args[1:])):
-        torch.library.opcheck(torch.ops.ella_cuda.factored_linear.default, call)
-    for mask in ((True,) * 5, (True, False, True, False, True)):
-        torch.library.opcheck(torch.ops.ella_cuda.factored_linear_backward.default, (grad, *args[:4], *mask))
-
-
-def test_compile(device):
-    checks.check_compile(ops.factored_linear, arguments((2, 2, 3, 3, 2), device))
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (64, 8, 16, 40, 24),
-        (150, 8, 6, 40, 24),
-        (150, 41, 6, 5, 33),
-        (67, 110, 8, 32, 224),
-        (35, 110, 160, 33, 8),
-        *ONE_OUTPUT,
-    ],
-)
-def test_same_numbers_for_any_number_of_threads(shape):
-    args = [a.requires_grad_() for a in arguments(shape, torch.device("cpu"), torch.float32)]
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            y = ops.factored_linear(*args)
-            results.append((y, *torch.autograd.grad(y.square().sum(), args)))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("channels", [39, 40])  # all threads take a step together, or each its channels
@@ -465,15 +395,8 @@ def test_memory_of_the_backward_has_a_bound(channels):
 
 def test_threads_do_not_write_each_others_sums():
     args = [a.requires_grad_() for a in arguments((32, 80, 6, 5, 33), torch.device("cpu"), torch.float64)]
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, *[4] * 50):
-            torch.set_num_threads(threads)
-            results.append(torch.autograd.grad(ops.factored_linear(*args).sum(), args))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    results = lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args)  # noqa: E731
+    checks.same_for_any_number_of_threads(results, (1, *[4] * 50))
 
 
 ONE_POSITION = [(3, 2, 4, 1, 5), (3, 2, 4, 5, 1), (2, 3, 2, 1, 1)]
@@ -481,7 +404,7 @@ ONE_POSITION = [(3, 2, 4, 1, 5), (3, 2, 4, 5, 1), (2, 3, 2, 1, 1)]
 
 def products(call) -> tuple[int, bool]:
     """Matrix products by torch during a call, and whether an op of ours runs."""
-    found = calls(call, "aten::addmm", "aten::mm", *(f"ella_cuda::{op}" for op in OURS))
+    _, found = checks.runs_during(call, "aten::addmm", "aten::mm", *(f"ella_cuda::{op}" for op in OURS))
     return found["aten::addmm"] + found["aten::mm"], any(found[f"ella_cuda::{op}"] for op in OURS)
 
 
@@ -618,6 +541,7 @@ def test_meta_tensors(shape):
         (3, lambda t: t[:-1], "bias_in"),
         (4, lambda t: t[:-1], "bias_out"),
         (1, lambda t: t.float(), "weight_in"),
+        (0, lambda t: t.long(), "x must be float32"),
     ],
 )
 @pytest.mark.parametrize("shape", [(3, 2, 4, 5, 3), *ONE_POSITION[:2]])
@@ -626,12 +550,4 @@ def test_errors_name_the_argument(shape, position, bad, words, device, monkeypat
     args = list(arguments(shape, device))
     args[position] = bad(args[position])
     with pytest.raises(RuntimeError, match=words):
-        ops.factored_linear(*args)
-
-
-@pytest.mark.parametrize("shape", [(3, 2, 4, 5, 3), *ONE_POSITION[:2]])
-def test_integers_are_refused(shape, device, monkeypatch):
-    multiply_out_from_nothing_on(monkeypatch)
-    args = [a.long() for a in arguments(shape, device)]
-    with pytest.raises(RuntimeError, match="float32"):
         ops.factored_linear(*args)

@@ -98,20 +98,6 @@ def test_a_seed_named_twice_is_one():
     assert [c.seed for c in configs] == [0, 0, 1, 1]  # map and evidence
 
 
-def test_sizes_of_the_tables():
-    assert {name: len(table.rows) for name, table in TABLES.items()} == {
-        "toy": 6,
-        "layers": 11,
-        "groups": 5,
-        "group-convs": 6,
-    }
-    for table in TABLES.values():
-        assert len({row.key for row in table.rows}) == len(table.rows)
-        assert list(dict.fromkeys(o for row in table.rows for o in row.printed)) == (
-            ["map"] if table.name == "group-convs" else ["map", "evidence"]
-        )
-
-
 def test_networks_of_the_group_convolutions_have_the_printed_sizes():
     """At full scale on the paper's data; it prints ten parameters too many for one."""
     configs, plan_ = plan("group-convs")
@@ -419,13 +405,6 @@ def test_a_miscounted_network_is_said():
     assert "139,735" in text and "139,725" in text
     assert text.count("waiting") == 6
     assert "NLL" not in text  # nobody has one
-
-
-def test_errors_of_means():
-    assert equivariances.entry.mean_and_error([]) is None
-    assert equivariances.entry.mean_and_error([1.0, None]) is None
-    assert equivariances.entry.mean_and_error([4.0]) == (4.0, None)
-    assert equivariances.entry.mean_and_error([1.0, 2.0, 6.0]) == pytest.approx((3.0, math.sqrt(7 / 3)))
 
 
 def dots(axis) -> tuple[dict, dict, list]:

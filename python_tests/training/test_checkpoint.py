@@ -234,16 +234,3 @@ def assert_same_state(one, other):
             assert_same_state(*parts)
     else:
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-class Own(torch.optim.SGD):
-    """Cannot be made of its groups, and keeps a state of its own form."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, lr=0.1)
-
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["rows"] = torch.zeros(7)
-        super().step()

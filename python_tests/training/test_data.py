@@ -18,6 +18,7 @@ from ella_cuda import marglik_training
 from ella_cuda.data import TensorLoader
 from ella_cuda.training.checkpoint import read_checkpoint
 from ella_cuda.training.data import data_digest
+from python_tests.ops.checks import threads
 
 X, Y = torch.linspace(-1, 1, 48).view(12, 4), torch.arange(12) % 2
 
@@ -44,6 +45,11 @@ def train(loader, checkpoint, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     return marglik_training(model, loader, n_epochs=2, progress_bar=False, checkpoint=checkpoint, **options)
+
+
+def stop(evaluation):
+    if evaluation.epoch == 2:
+        raise KeyboardInterrupt
 
 
 def test_loaders_whose_data_can_be_had():
@@ -138,24 +144,14 @@ def test_one_call_at_a_time_works_on_a_checkpoint(tmp_path, beside_the_tests):
 
 
 def test_a_checkpoint_of_other_threads_goes_on_and_says_so(tmp_path):
-    before = torch.get_num_threads()
-
-    def stop(evaluation):
-        if evaluation.epoch == 2:
-            raise KeyboardInterrupt
-
-    try:
-        torch.set_num_threads(1)
-        with pytest.raises(KeyboardInterrupt):
-            train(Plain(), tmp_path / "run.pt", on_evaluation=stop)
-        assert read_checkpoint(tmp_path / "run.pt")["threads"] == 1
-        torch.set_num_threads(2)
+    with threads(1), pytest.raises(KeyboardInterrupt):
+        train(Plain(), tmp_path / "run.pt", on_evaluation=stop)
+    assert read_checkpoint(tmp_path / "run.pt")["threads"] == 1
+    with threads(2):
         with pytest.warns(UserWarning, match=r"2 thread\(s\), before it had 1: .* up to rounding, not bit for bit"):
             train(Plain(), tmp_path / "run.pt")
         with warnings.catch_warnings(action="error"):
             train(Plain(), tmp_path / "run.pt")
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_rates_that_rounding_changed_are_no_other_run(tmp_path):
@@ -167,10 +163,6 @@ def test_rates_that_rounding_changed_are_no_other_run(tmp_path):
             return torch.optim.Adam(groups, **options)
 
         return make
-
-    def stop(evaluation):
-        if evaluation.epoch == 2:
-            raise KeyboardInterrupt
 
     *_, whole = train(Plain(), None, optimizer_cls=optimizer(1.0))
     with pytest.raises(KeyboardInterrupt):

@@ -346,11 +346,8 @@ Tensor affine_copies(const Tensor& x, const Tensor& maps, const std::optional<Te
   const Tensor out = device_empty(x, {s.N, s.S, s.C, s.H, s.W});
   if (out.numel() == 0) return out;
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "affine_copies", [&] {
-    if (direction) {
-      copies<scalar_t, true>(s, x, maps, direction, out);
-    } else {
-      copies<scalar_t, false>(s, x, maps, direction, out);
-    }
+    const auto run = direction ? &copies<scalar_t, true> : &copies<scalar_t, false>;
+    run(s, x, maps, direction, out);
   });
   return out;
 }
@@ -366,11 +363,8 @@ std::tuple<Tensor, Tensor> affine_copies_backward(const Tensor& grad, const Tens
   if (empty || (!wants_x && !wants_maps)) return {grad_x, grad_maps};
   const Tensor *const to_x = wants_x ? &grad_x : nullptr, *const to_maps = wants_maps ? &grad_maps : nullptr;
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "affine_copies_backward", [&] {
-    if (direction) {
-      gradients<scalar_t, true>(s, grad, x, maps, direction, to_x, to_maps);
-    } else {
-      gradients<scalar_t, false>(s, grad, x, maps, direction, to_x, to_maps);
-    }
+    const auto run = direction ? &gradients<scalar_t, true> : &gradients<scalar_t, false>;
+    run(s, grad, x, maps, direction, to_x, to_maps);
   });
   return {grad_x, grad_maps};
 }

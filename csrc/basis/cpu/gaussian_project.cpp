@@ -6,7 +6,7 @@
 #include <optional>
 #include <tuple>
 
-#include "basis/checks.h"
+#include "basis/ops.h"
 #include "cpu/gram.h"
 
 namespace ella {
@@ -234,52 +234,23 @@ class Derivative {
   const int64_t columns_, panels_;
 };
 
-Tensor project(const GaussianSizes& s, const Tensor& x, const Tensor& u, const Tensor& v, const std::optional<Tensor>& du,
-               const std::optional<Tensor>& dv) {
+Tensor project(const char* /*op*/, const GaussianSizes& s, const Tensor& x, const Tensor& u, const Tensor& v,
+               const std::optional<Tensor>& du, const std::optional<Tensor>& dv) {
   std::optional<Tensor> out;
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "gaussian_project", [&] { out = Project<scalar_t>(s, x, u, v, du, dv).run(); });
   return *out;
 }
 
-std::tuple<Tensor, Tensor> derivative(const GaussianSizes& s, const Tensor& grad, const Tensor& x, const Tensor& u,
-                                      const Tensor& v, const std::optional<Tensor>& du, const std::optional<Tensor>& dv) {
+std::tuple<Tensor, Tensor> derivative(const char* /*op*/, const GaussianSizes& s, const Tensor& grad, const Tensor& x,
+                                      const Tensor& u, const Tensor& v, const std::optional<Tensor>& du,
+                                      const std::optional<Tensor>& dv) {
   std::tuple<Tensor, Tensor> out;
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "gaussian_project",
                          [&] { out = Derivative<scalar_t>(s, grad, x, u, v, du, dv).run(u, v); });
   return out;
 }
 
-Tensor gaussian_project(const Tensor& x, const Tensor& u, const Tensor& v) {
-  constexpr const char* op = "gaussian_project";
-  return project(check_gaussian_project(op, x, u, v), x, u, v, std::nullopt, std::nullopt);
-}
-
-Tensor gaussian_project_tangent(const Tensor& x, const Tensor& u, const Tensor& v, const Tensor& du, const Tensor& dv) {
-  constexpr const char* op = "gaussian_project_tangent";
-  const GaussianSizes s = check_gaussian_project(op, x, u, v);
-  check_gaussian_directions(op, s, x, du, dv);
-  return project(s, x, u, v, du, dv);
-}
-
-std::tuple<Tensor, Tensor> gaussian_project_gradient(const Tensor& grad, const Tensor& x, const Tensor& u, const Tensor& v) {
-  constexpr const char* op = "gaussian_project_gradient";
-  return derivative(check_gaussian_gradient(op, grad, x, u, v), grad, x, u, v, std::nullopt, std::nullopt);
-}
-
-std::tuple<Tensor, Tensor> gaussian_project_hvp(const Tensor& grad, const Tensor& x, const Tensor& u, const Tensor& v,
-                                                const Tensor& du, const Tensor& dv) {
-  constexpr const char* op = "gaussian_project_hvp";
-  const GaussianSizes s = check_gaussian_gradient(op, grad, x, u, v);
-  check_gaussian_directions(op, s, x, du, dv);
-  return derivative(s, grad, x, u, v, du, dv);
-}
-
-ELLA_REGISTER(CPU, m) {
-  m.impl("gaussian_project", TORCH_BOX(&gaussian_project));
-  m.impl("gaussian_project_tangent", TORCH_BOX(&gaussian_project_tangent));
-  m.impl("gaussian_project_gradient", TORCH_BOX(&gaussian_project_gradient));
-  m.impl("gaussian_project_hvp", TORCH_BOX(&gaussian_project_hvp));
-}
+ELLA_REGISTER(CPU, m) { GaussianOps<project, derivative>::implement(m); }
 
 }  // namespace
 }  // namespace ella

@@ -14,7 +14,7 @@
 #include <optional>
 #include <tuple>
 
-#include "basis/checks.h"
+#include "basis/ops.h"
 #include "cuda/elements.cuh"
 #include "cuda/library.cuh"
 #include "cuda/reduce.cuh"
@@ -339,56 +339,27 @@ std::tuple<Tensor, Tensor> derivative(const char* name, const GaussianSizes& s, 
   return {gu, gv};
 }
 
-template <bool Tangent>
 Tensor project_any(const char* name, const GaussianSizes& s, const Tensor& x, const Tensor& u, const Tensor& v,
                    const std::optional<Tensor>& du, const std::optional<Tensor>& dv) {
   std::optional<Tensor> out;
-  ELLA_DISPATCH_FLOATING(x.scalar_type(), "gaussian_project",
-                         [&] { out = project<scalar_t, Tangent>(name, s, x, u, v, du, dv); });
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "gaussian_project", [&] {
+    out = du ? project<scalar_t, true>(name, s, x, u, v, du, dv) : project<scalar_t, false>(name, s, x, u, v, du, dv);
+  });
   return *out;
 }
 
-template <bool Hessian>
 std::tuple<Tensor, Tensor> derivative_any(const char* name, const GaussianSizes& s, const Tensor& grad, const Tensor& x,
                                           const Tensor& u, const Tensor& v, const std::optional<Tensor>& du,
                                           const std::optional<Tensor>& dv) {
   std::tuple<Tensor, Tensor> out;
-  ELLA_DISPATCH_FLOATING(x.scalar_type(), "gaussian_project",
-                         [&] { out = derivative<scalar_t, Hessian>(name, s, grad, x, u, v, du, dv); });
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "gaussian_project", [&] {
+    out = du ? derivative<scalar_t, true>(name, s, grad, x, u, v, du, dv)
+             : derivative<scalar_t, false>(name, s, grad, x, u, v, du, dv);
+  });
   return out;
 }
 
-Tensor gaussian_project(const Tensor& x, const Tensor& u, const Tensor& v) {
-  constexpr const char* op = "gaussian_project";
-  return project_any<false>(op, check_gaussian_project(op, x, u, v), x, u, v, std::nullopt, std::nullopt);
-}
-
-Tensor gaussian_project_tangent(const Tensor& x, const Tensor& u, const Tensor& v, const Tensor& du, const Tensor& dv) {
-  constexpr const char* op = "gaussian_project_tangent";
-  const GaussianSizes s = check_gaussian_project(op, x, u, v);
-  check_gaussian_directions(op, s, x, du, dv);
-  return project_any<true>(op, s, x, u, v, du, dv);
-}
-
-std::tuple<Tensor, Tensor> gaussian_project_gradient(const Tensor& grad, const Tensor& x, const Tensor& u, const Tensor& v) {
-  constexpr const char* op = "gaussian_project_gradient";
-  return derivative_any<false>(op, check_gaussian_gradient(op, grad, x, u, v), grad, x, u, v, std::nullopt, std::nullopt);
-}
-
-std::tuple<Tensor, Tensor> gaussian_project_hvp(const Tensor& grad, const Tensor& x, const Tensor& u, const Tensor& v,
-                                                const Tensor& du, const Tensor& dv) {
-  constexpr const char* op = "gaussian_project_hvp";
-  const GaussianSizes s = check_gaussian_gradient(op, grad, x, u, v);
-  check_gaussian_directions(op, s, x, du, dv);
-  return derivative_any<true>(op, s, grad, x, u, v, du, dv);
-}
-
-ELLA_REGISTER(ELLA_DISPATCH_KEY, m) {
-  m.impl("gaussian_project", TORCH_BOX(&gaussian_project));
-  m.impl("gaussian_project_tangent", TORCH_BOX(&gaussian_project_tangent));
-  m.impl("gaussian_project_gradient", TORCH_BOX(&gaussian_project_gradient));
-  m.impl("gaussian_project_hvp", TORCH_BOX(&gaussian_project_hvp));
-}
+ELLA_REGISTER(ELLA_DISPATCH_KEY, m) { GaussianOps<project_any, derivative_any>::implement(m); }
 
 }  // namespace
 }  // namespace ella

@@ -5,6 +5,7 @@
 
 #include "factored_linear/cpu/arguments.h"
 #include "factored_linear/cpu/one_output.h"
+#include "factored_linear/ops.h"
 
 namespace ella {
 namespace {
@@ -121,7 +122,8 @@ class Forward {
 };
 
 std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                                   const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, bool keep) {
+                                   const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, bool keep,
+                                   bool /*allow_tf32*/) {
   const FactoredLinearSizes s = check_factored_linear(x, weight_in, weight_out, bias_in, bias_out);
   const Tensor out = empty_of(x, {s.N, s.D, s.Y});
   Tensor intermediate = empty_of(x, {0});
@@ -140,21 +142,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
   return {out, intermediate};
 }
 
-Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out, std::optional<Tensor> bias_in,
-                       std::optional<Tensor> bias_out, bool /*allow_tf32*/) {
-  return std::get<0>(forward(x, weight_in, weight_out, bias_in, bias_out, false));
-}
-
-std::tuple<Tensor, Tensor> factored_linear_keeping(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                                                   std::optional<Tensor> bias_in, std::optional<Tensor> bias_out,
-                                                   bool /*allow_tf32*/) {
-  return forward(x, weight_in, weight_out, bias_in, bias_out, true);
-}
-
-ELLA_REGISTER(CPU, m) {
-  m.impl("factored_linear", TORCH_BOX(&factored_linear));
-  m.impl("factored_linear_keeping", TORCH_BOX(&factored_linear_keeping));
-}
+ELLA_REGISTER(CPU, m) { FactoredLinearForward<forward>::implement(m); }
 
 }  // namespace
 }  // namespace ella

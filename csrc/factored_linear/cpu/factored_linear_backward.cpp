@@ -3,15 +3,16 @@
 
 #include "factored_linear/cpu/gradients.h"
 #include "factored_linear/cpu/one_output.h"
+#include "factored_linear/ops.h"
 
 namespace ella {
 namespace {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `intermediate`: what factored_linear_keeping gave, or null.
 Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                   const std::optional<Tensor>& bias_in, const Tensor* intermediate, const FactoredLinearWanted& wanted) {
+                   const std::optional<Tensor>& bias_in, const Tensor* intermediate, const FactoredLinearWanted& wanted,
+                   bool /*allow_tf32*/) {
   const FactoredLinearSizes s = check_factored_linear_backward(grad, x, weight_in, weight_out, bias_in);
   const bool empty = s.N == 0 || s.C == 0 || s.D == 0 || s.X == 0 || s.Y == 0;
   const auto make = [&](bool asked, std::initializer_list<int64_t> shape) {
@@ -39,25 +40,7 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
   return {dx, du, dv, dbias_in, dbias_out};
 }
 
-Gradients factored_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                                   std::optional<Tensor> bias_in, bool grad_x, bool grad_weight_in, bool grad_weight_out,
-                                   bool grad_bias_in, bool grad_bias_out, bool /*allow_tf32*/) {
-  return backward(grad, x, weight_in, weight_out, bias_in, nullptr,
-                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out});
-}
-
-Gradients factored_linear_backward_keeping(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
-                                           const Tensor& weight_out, std::optional<Tensor> bias_in, const Tensor& intermediate,
-                                           bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in,
-                                           bool grad_bias_out, bool /*allow_tf32*/) {
-  return backward(grad, x, weight_in, weight_out, bias_in, &intermediate,
-                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out});
-}
-
-ELLA_REGISTER(CPU, m) {
-  m.impl("factored_linear_backward", TORCH_BOX(&factored_linear_backward));
-  m.impl("factored_linear_backward_keeping", TORCH_BOX(&factored_linear_backward_keeping));
-}
+ELLA_REGISTER(CPU, m) { FactoredLinearBackward<backward>::implement(m); }
 
 }  // namespace
 }  // namespace ella

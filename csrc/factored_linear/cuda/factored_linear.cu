@@ -4,6 +4,7 @@
 #include "factored_linear/cuda/library.cuh"
 #include "factored_linear/cuda/one_output.cuh"
 #include "factored_linear/cuda/stored.cuh"
+#include "factored_linear/ops.h"
 #include "factored_linear/plan.h"
 
 namespace ella {
@@ -13,7 +14,6 @@ FactoredLinearWay way_of(const FactoredLinearSizes& s, const Tensor& x) {
   return factored_linear_on_cuda(s, x.scalar_type(), stored::kLargestAxis);
 }
 
-// The result, and z where `keep` and it is kept; else an empty tensor.
 std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
                                    const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, bool keep,
                                    bool tf32) {
@@ -32,20 +32,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
   return {y, keep && z && factored_linear_keeps(s, z->numel()) ? *z : none};
 }
 
-Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out, std::optional<Tensor> bias_in,
-                       std::optional<Tensor> bias_out, bool allow_tf32) {
-  return std::get<0>(forward(x, weight_in, weight_out, bias_in, bias_out, false, allow_tf32));
-}
-
-std::tuple<Tensor, Tensor> factored_linear_keeping(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                                                   std::optional<Tensor> bias_in, std::optional<Tensor> bias_out,
-                                                   bool allow_tf32) {
-  return forward(x, weight_in, weight_out, bias_in, bias_out, true, allow_tf32);
-}
-
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `intermediate`: what factored_linear_keeping gave, or null.
 Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
                    const std::optional<Tensor>& bias_in, const Tensor* intermediate, const FactoredLinearWanted& wanted,
                    bool tf32) {
@@ -76,26 +64,9 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
   return {to.x, to.weight_in, to.weight_out, to.bias_in, to.bias_out};
 }
 
-Gradients factored_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                                   std::optional<Tensor> bias_in, bool grad_x, bool grad_weight_in, bool grad_weight_out,
-                                   bool grad_bias_in, bool grad_bias_out, bool allow_tf32) {
-  return backward(grad, x, weight_in, weight_out, bias_in, nullptr,
-                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out}, allow_tf32);
-}
-
-Gradients factored_linear_backward_keeping(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
-                                           const Tensor& weight_out, std::optional<Tensor> bias_in, const Tensor& intermediate,
-                                           bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in,
-                                           bool grad_bias_out, bool allow_tf32) {
-  return backward(grad, x, weight_in, weight_out, bias_in, &intermediate,
-                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out}, allow_tf32);
-}
-
 ELLA_REGISTER(ELLA_DISPATCH_KEY, m) {
-  m.impl("factored_linear", TORCH_BOX(&factored_linear));
-  m.impl("factored_linear_keeping", TORCH_BOX(&factored_linear_keeping));
-  m.impl("factored_linear_backward", TORCH_BOX(&factored_linear_backward));
-  m.impl("factored_linear_backward_keeping", TORCH_BOX(&factored_linear_backward_keeping));
+  FactoredLinearForward<forward>::implement(m);
+  FactoredLinearBackward<backward>::implement(m);
 }
 
 }  // namespace

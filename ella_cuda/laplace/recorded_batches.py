@@ -292,12 +292,12 @@ class _Graph:
         """The tape's outputs, which the next call writes over."""
         tensors = [*inputs, *self._tape.draws(generator)]
         if not self._places:
-            self._places = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+            self._places = [_apart(t) for t in tensors]
             work = self._graphs.warm_up
         elif self._replay is None:
             self._replay = self._graphs.record(self._work)
         for place, tensor in zip(self._places, tensors, strict=True):
-            place.copy_(tensor)
+            _fill(place, tensor)
         if self._replay is None:
             work(self._work)
         else:
@@ -311,10 +311,17 @@ class _Graph:
 
 def _apart(tensor: Tensor) -> Tensor:
     """A copy with the same strides in memory of its own."""
-    if not tensor.numel():
-        return tensor.new_empty(0).as_strided(tensor.shape, tensor.stride())
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((last + 1,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+    place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    _fill(place, tensor)
+    return place
+
+
+def _fill(place: Tensor, tensor: Tensor) -> None:
+    """Write a tensor's numbers to a place with the same strides; what is expanded is written once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[dim]:
+            place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
+    place.copy_(tensor)
 
 
 def has_graphs(device: torch.device) -> bool:

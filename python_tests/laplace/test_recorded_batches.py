@@ -421,6 +421,17 @@ def test_graphs(name, fisher, monkeypatch, patient):
     assert [(g.warmed, g.recorded, g.replayed) for g in made] == [(1, 1, 4)]
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_inputs_without_memory_for_each_row(graphs, monkeypatch, patient, replays):
+    if graphs:
+        stand_in(monkeypatch)
+    x, y = vectors(9)
+    loader = [(x[i].expand(3, 6), y[i : i + 3]) for i in range(6)]
+    recorded, plain = both_ways(perceptron(), loader, patient)
+    assert recorded == plain
+    assert len(replays) == 4
+
+
 class Counted(nn.Module):
     """Counts its calls where no description of it looks."""
 

@@ -165,6 +165,7 @@ class RecordedBatches:
         finally:
             run.release()
             run.calls.update(calls)
+            sums.restore()
             for moment, (rows, in_double) in zip(sums.moments, before, strict=True):
                 moment.rows, moment.in_double = rows, in_double
 
@@ -253,12 +254,18 @@ class _Sums:
     def __init__(self, run: CurvaturePass) -> None:
         self._model, self.moments, self.places = run.model, [], []
         numbers: dict[int, int] = {}
-        for factor in (factor for rule in run.all_rules for factor in rule.factors.values()):
+        self._factors = [(f, f.input_moment, f.output_moment) for rule in run.all_rules for f in rule.factors.values()]
+        for factor, *_ in self._factors:
             for moment in (factor.input_moment, factor.output_moment):
                 if moment is not None and id(moment) not in numbers:
                     numbers[id(moment)] = len(self.moments)
                     self.moments.append(moment)
                 self.places.append(numbers.get(id(moment)))
+
+    def restore(self) -> None:
+        """Undo that factors got other sums, as a bias does where its layer meets shared positions."""
+        for factor, inputs, outputs in self._factors:
+            factor.input_moment, factor.output_moment = inputs, outputs
 
     def state(self) -> tuple[Any, ...]:
         return tuple(moment.in_double for moment in self.moments), tuple(self.places)

@@ -179,6 +179,24 @@ def test_sums_that_are_added_to(patient, replays):
     assert len(replays) >= 10
 
 
+def test_the_batch_that_gives_a_bias_a_side_of_its_own(patient):
+    """The first of each fit, and so the second of its kind, which is recorded in the second fit."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 5).double(), nn.Linear(5, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x.unflatten(1, (3, 2))).tanh().mean(1))
+
+    model, loader = randomised(Positions()), in_threes(*vectors(9))
+    first, second = (fitted(model, loader, patient, 2) for _ in range(2))
+    plain = fitted(copy.deepcopy(model), loader, patient)
+    assert first == plain
+    assert second == plain
+
+
 def test_a_generator_gives_each_batch_its_draws(patient, replays):
     ours, loader, found = perceptron(), in_threes(*vectors(9)), []
     for model, batches in ((ours, 2), (copy.deepcopy(ours), NEVER), (ours, 2)):

@@ -43,6 +43,7 @@ class _Kind:
         rows, calls: what a batch adds to the counts of sums and of layers' calls.
         in_double: of the sums after a batch.
         outputs: the tape of the network's outputs.
+        fresh: whether the tape's outputs were compared for no batch but the one that was recorded, of which it may hold numbers.
         refused: why there is no tape, in words.
     """
 
@@ -53,6 +54,7 @@ class _Kind:
     calls: list[int] = dataclasses.field(default_factory=list)
     in_double: list[bool | None] = dataclasses.field(default_factory=list)
     outputs: Callable[..., list[Tensor]] | None = None
+    fresh: bool = True
     refused: str = ""
 
 
@@ -70,7 +72,7 @@ class RecordedBatches:
         self._run, self._add, self._likelihood = run, add, likelihood
         self._known = known_of(run.model)
         rules = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in run.all_rules]
-        self._settings = (repr(likelihood), type(likelihood), repr(rules), *settings)
+        self._settings = (repr(sorted(vars(likelihood).items())), type(likelihood), repr(rules), *settings)
         self._checks = not _checks_on_device(type(likelihood))
         self._verified: set[_Kind] = set()
         self._given: dict[_Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
@@ -128,6 +130,10 @@ class RecordedBatches:
         run, tensors, calls = self._run, sums.tensors(), dict(self._run.calls)
         before = [(moment.rows, moment.in_double) for moment in sums.moments]
         fine: list[Tensor] = []
+        x, y = (
+            map_tensors(x, _apart),
+            _apart(y),
+        )  # a batch's tensors may be views of one, or of a buffer; the next one's are others
 
         def admitted(outputs: Tensor, targets: Tensor) -> Tensor:
             targets, fit = self._likelihood.admitted(outputs, targets)
@@ -159,6 +165,7 @@ class RecordedBatches:
         finally:
             run.release()
             run.calls.update(calls)
+            sums.restore()
             for moment, (rows, in_double) in zip(sums.moments, before, strict=True):
                 moment.rows, moment.in_double = rows, in_double
 
@@ -200,7 +207,9 @@ class RecordedBatches:
                     "the network's outputs for another batch are not those of the recorded function",
                 )
                 return False
-            self._verified.add(kind)
+            if not kind.fresh:
+                self._verified.add(kind)
+            kind.fresh = False
         return True
 
     def _again(
@@ -245,12 +254,18 @@ class _Sums:
     def __init__(self, run: CurvaturePass) -> None:
         self._model, self.moments, self.places = run.model, [], []
         numbers: dict[int, int] = {}
-        for factor in (factor for rule in run.all_rules for factor in rule.factors.values()):
+        self._factors = [(f, f.input_moment, f.output_moment) for rule in run.all_rules for f in rule.factors.values()]
+        for factor, *_ in self._factors:
             for moment in (factor.input_moment, factor.output_moment):
                 if moment is not None and id(moment) not in numbers:
                     numbers[id(moment)] = len(self.moments)
                     self.moments.append(moment)
                 self.places.append(numbers.get(id(moment)))
+
+    def restore(self) -> None:
+        """Undo that factors got other sums, as a bias does where its layer meets shared positions."""
+        for factor, inputs, outputs in self._factors:
+            factor.input_moment, factor.output_moment = inputs, outputs
 
     def state(self) -> tuple[Any, ...]:
         return tuple(moment.in_double for moment in self.moments), tuple(self.places)
@@ -284,12 +299,12 @@ class _Graph:
         """The tape's outputs, which the next call writes over."""
         tensors = [*inputs, *self._tape.draws(generator)]
         if not self._places:
-            self._places = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+            self._places = [_apart(t) for t in tensors]
             work = self._graphs.warm_up
         elif self._replay is None:
             self._replay = self._graphs.record(self._work)
         for place, tensor in zip(self._places, tensors, strict=True):
-            place.copy_(tensor)
+            _fill(place, tensor)
         if self._replay is None:
             work(self._work)
         else:
@@ -299,6 +314,21 @@ class _Graph:
     def _work(self) -> None:
         count = len(self._places) - self._tape.drawn
         self._outputs = self._tape.run(self._places[:count], *self._of_fit, self._places[count:])
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A copy with the same strides in memory of its own."""
+    place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    _fill(place, tensor)
+    return place
+
+
+def _fill(place: Tensor, tensor: Tensor) -> None:
+    """Write a tensor's numbers to a place with the same strides; what is expanded is written once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[dim]:
+            place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
+    place.copy_(tensor)
 
 
 def has_graphs(device: torch.device) -> bool:

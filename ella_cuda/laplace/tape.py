@@ -6,12 +6,14 @@ operators alone. What Python decides is constant in it, so a function that reads
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -20,7 +22,9 @@ from ella_cuda.laplace.interception import FunctionMode, OperatorMode
 aten = torch.ops.aten
 RENAMES = {aten.detach.default, aten.alias.default}  # which return the argument below autograd
 READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
-READS_OF_MEMORY = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+READS_OF_MEMORY = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+# Kernels that are no operators, as Triton's, read and write at addresses. Our own code compares them.
+ADDRESSES = {Tensor.data_ptr, Tensor.__cuda_array_interface__.__get__}
 RESHAPES = ("set_", "resize_", "resize_as_", "as_strided_", "transpose_", "t_", "squeeze_", "unsqueeze_")
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # When a step runs: at once, for tensors that stay, for each run's draws, or in each run.
@@ -343,9 +347,32 @@ def record(
 
 
 def _refusing_reads(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if function in READS_OF_MEMORY:
+    if function in READS_OF_MEMORY or (function in ADDRESSES and not _is_called_here(function)):
         raise NotRecordable(f"Tensor.{function.__name__} reads a tensor's numbers")
+    batched = function is torch.autograd.grad and (kwargs["is_grads_batched"] or kwargs["materialize_grads"])
+    if function is torch.autograd.grad and kwargs["grad_outputs"] is not None and not batched:
+        with FunctionMode(
+            _refusing_reads
+        ):  # which is off in a function that it handles, and so in all nodes of a graph
+            return _gradients(*args, **kwargs)
     return function(*args, **kwargs)
+
+
+def _gradients(outputs: Any, inputs: Any, grad_outputs: Any, retain_graph: bool, create_graph: bool, **_: Any) -> Any:
+    """:func:`torch.autograd.grad` past modes, with None for what is unused."""
+    columns = grad_outputs if isinstance(grad_outputs, (tuple, list)) else [grad_outputs]
+    retain = create_graph if retain_graph is None else retain_graph
+    return _engine_run_backward(outputs, tuple(columns), retain, create_graph, inputs, True, accumulate_grad=False)
+
+
+def _is_called_here(function: Any) -> bool:
+    """Whether this package calls a function that modes have on its way."""
+    frame = caller = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is FunctionMode.__torch_function__.__code__ and frame.f_locals["func"] == function:
+            caller = frame.f_back
+        frame = frame.f_back
+    return caller.f_globals["__name__"].startswith("ella_cuda.")
 
 
 def _reads_numbers(op: Any, args: tuple[Any, ...]) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -177,6 +179,24 @@ def test_sums_that_are_added_to(patient, replays):
     assert len(replays) >= 10
 
 
+def test_the_batch_that_gives_a_bias_a_side_of_its_own(patient):
+    """The first of each fit, and so the second of its kind, which is recorded in the second fit."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 5).double(), nn.Linear(5, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x.unflatten(1, (3, 2))).tanh().mean(1))
+
+    model, loader = randomised(Positions()), in_threes(*vectors(9))
+    first, second = (fitted(model, loader, patient, 2) for _ in range(2))
+    plain = fitted(copy.deepcopy(model), loader, patient)
+    assert first == plain
+    assert second == plain
+
+
 def test_a_generator_gives_each_batch_its_draws(patient, replays):
     ours, loader, found = perceptron(), in_threes(*vectors(9)), []
     for model, batches in ((ours, 2), (copy.deepcopy(ours), NEVER), (ours, 2)):
@@ -213,6 +233,117 @@ def test_a_network_that_reads_numbers_runs_as_it_is(reads, patient, replays):
     recorded, plain = both_ways(Turning(reads), in_threes(*vectors(9)), patient)
     assert recorded == plain
     assert not replays
+
+
+class Sum(nn.Module):
+    """Of two layers, each of an input, and of a buffer of rows like these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 4).double(), nn.Linear(6, 4).double()
+        self.register_buffer("rows", vectors(9)[0])
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.one(x).tanh() + self.two(z + self.rows[0])
+
+
+@pytest.mark.parametrize("where", ["columns of a table", "one tensor, then two", "a buffer's rows, then others"])
+def test_inputs_and_targets_that_share_memory(where, patient, replays):
+    model, (rows, _), table = randomised(Sum()), vectors(9), torch.randn(30, 16, dtype=torch.float64)
+    loader = [((t[:, :6], t[:, 6:12]), t[:, 12:]) for t in table.split(3)]
+    if where == "one tensor, then two":
+        loader = [((x.contiguous(), z.contiguous()), y) for (x, z), y in loader]
+        loader[:3] = [((x, x), y) for (x, _), y in loader[:3]]
+    elif where == "a buffer's rows, then others":
+        loader = [
+            ((model.rows[i : i + 3] if i < 3 else rows[i % 6 :][:3], z), y) for i, ((_, z), y) in enumerate(loader)
+        ]
+    recorded, plain = both_ways(model, loader, patient, "regression")
+    assert recorded == plain
+    assert len(replays) >= 6
+
+
+def by_pointer(x: Tensor) -> Tensor:
+    found = torch.empty_like(x)
+    ctypes.memmove(found.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
+    return found
+
+
+class Reading(torch.autograd.Function):
+    """tanh, whose gradient goes through memory that no operator reads."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, through) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.through = through
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.through(1 - ctx.saved_tensors[0].tanh().square()), None
+
+
+READS = {
+    "numpy": lambda x: torch.tensor(x.detach().numpy().tolist(), dtype=x.dtype),
+    "dlpack": lambda x: torch.tensor(np.from_dlpack(x.detach()).tolist(), dtype=x.dtype),
+    "pointer": by_pointer,
+}
+
+
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_network_that_reads_memory_runs_as_it_is(backward, reads, patient, replays):
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 5).double(), nn.Linear(5, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(
+                Reading.apply(self.one(x if backward else READS[reads](x)), READS[reads] if backward else abs)
+            )
+
+    recorded, plain = both_ways(randomised(Network()), in_threes(*vectors(9)), patient)
+    assert recorded == plain
+    assert not replays
+
+
+def test_numbers_that_nobody_sees_being_read(patient, replays):
+    """Where the kernel of an operator reads them before it calls others, the next batch's outputs tell."""
+
+    class Splitting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4).double()
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            one, other = x.tensor_split(ends[0], dim=1)
+            return self.layer(torch.cat([other, one], 1))
+
+    x, y = vectors(9)
+    ends = [torch.full((3, 1), end) for end in (1, 1, 4, 2, 5, 3)]
+    loader = [((x[i : i + 3].clone(), end), y[i : i + 3]) for i, end in enumerate(ends)]
+    recorded, plain = both_ways(randomised(Splitting()), loader, patient)
+    assert recorded == plain
+    assert len(replays) == 1
+
+
+def test_a_likelihood_keeps_a_setting_for_itself(patient, replays):
+    @register_likelihood("scaled")
+    class ScaledSquares(IndependentLikelihood):
+        def __init__(self, scale: float = 1.0) -> None:
+            self._scale = scale
+
+        def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return -0.5 * self._scale * (outputs - targets).square()
+
+        def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return torch.full_like(outputs, self._scale)
+
+    model, (x, _) = perceptron(), vectors(9)
+    fits = [fitted(model, in_threes(x, x[:, :4]), patient, 2, likelihood=ScaledSquares(s)) for s in (1.0, 3.0)]
+    assert fits[1] == fitted(copy.deepcopy(model), in_threes(x, x[:, :4]), patient, likelihood=ScaledSquares(3.0))
+    assert fits[1] != fits[0]
 
 
 def test_a_network_that_changed_between_fits_runs_as_it_is(patient, replays):
@@ -306,6 +437,17 @@ def test_graphs(name, fisher, monkeypatch, patient):
     recorded, plain = both_ways(model, in_threes(*model.data(5)), patient, fisher=fisher)
     assert recorded == plain
     assert [(g.warmed, g.recorded, g.replayed) for g in made] == [(1, 1, 4)]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_inputs_without_memory_for_each_row(graphs, monkeypatch, patient, replays):
+    if graphs:
+        stand_in(monkeypatch)
+    x, y = vectors(9)
+    loader = [(x[i].expand(3, 6), y[i : i + 3]) for i in range(6)]
+    recorded, plain = both_ways(perceptron(), loader, patient)
+    assert recorded == plain
+    assert len(replays) == 4
 
 
 class Counted(nn.Module):

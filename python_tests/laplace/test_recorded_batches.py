@@ -328,11 +328,13 @@ def test_numbers_that_nobody_sees_being_read(patient, replays):
     assert len(replays) == 1
 
 
-def test_a_likelihood_keeps_a_setting_for_itself(patient, replays):
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_likelihood_keeps_a_setting_for_itself(of_class, patient):
     @register_likelihood("scaled")
     class ScaledSquares(IndependentLikelihood):
         def __init__(self, scale: float = 1.0) -> None:
-            self._scale = scale
+            vars(self).update({} if of_class else {"_scale": scale})
+            type(self)._scale = scale
 
         def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
             return -0.5 * self._scale * (outputs - targets).square()

@@ -90,10 +90,13 @@ class Known:
     Attributes:
         findings: of trials, by what was tried.
         kinds: of batches that fits had, see :mod:`ella_cuda.laplace.recorded_batches`.
+        described: the modules and what they have, which the description knows by addresses that others get once they are gone.
     """
 
-    def __init__(self, description: tuple[str, ...]) -> None:
+    def __init__(self, description: tuple[str, ...], modules: list[nn.Module]) -> None:
         self.description = description
+        things = (thing for module in modules for thing in (module, type(module).forward, *vars(module).values()))
+        self.described = [weakref.ref(thing) for thing in things if type(thing).__weakrefoffset__]
         self.findings: dict[Any, Any] = {}
         self.kinds: dict[Any, Any] = {}
 
@@ -110,6 +113,6 @@ def known_of(model: nn.Module) -> Known | None:
     tensors = [(name, tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in named]
     description = tuple(map(repr, (*map(describe_module, modules), *tensors)))
     found = _known.get(model)
-    if found is None or found.description != description:
-        found = _known[model] = Known(description)
+    if found is None or found.description != description or any(thing() is None for thing in found.described):
+        found = _known[model] = Known(description, modules)
     return found

@@ -42,7 +42,7 @@ class _Kind:
         tape: of one; None before it is recorded. names: of the tensors that the tape takes from the fit.
         rows, calls: what a batch adds to the counts of sums and of layers' calls.
         in_double: of the sums after a batch.
-        outputs: the tape of the network's outputs.
+        outputs: the tape of the statistic and of the network's outputs.
         fresh: whether the tape's outputs were compared for no batch but the one that was recorded, of which it may hold numbers.
         refused: why there is no tape, in words.
     """
@@ -153,7 +153,7 @@ class RecordedBatches:
             if tape.mixed and y.is_cuda:
                 raise NotRecordable("a batch copies between devices")
             kind.names = self._named(given, tensors)
-            kind.outputs = tape.part(1)
+            kind.outputs = tape.part([0, 1])
             kind.rows = [moment.rows - rows for moment, (rows, _) in zip(sums.moments, before, strict=True)]
             kind.in_double = [moment.in_double for moment in sums.moments]
             kind.calls = [run.calls[rule] - calls[rule] for rule in run.rules]
@@ -200,8 +200,9 @@ class RecordedBatches:
             given, prepared = self._of_fit(kind, sums)
             with torch.no_grad():
                 own = model_outputs(self._run.model, map_tensors(x, Tensor.clone))
-            (found,) = kind.outputs([*tensors_of(x), y], given, prepared)
-            if not alike(found, own):
+                statistic = self._likelihood.statistic(own, self._likelihood.admitted(own, y)[0])
+            found = kind.outputs([*tensors_of(x), y], given, prepared)
+            if not all(map(alike, found, (statistic, own))):
                 kind.tape, kind.refused = (
                     None,
                     "the network's outputs for another batch are not those of the recorded function",

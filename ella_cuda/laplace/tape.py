@@ -245,13 +245,13 @@ class Tape:
         """
         return self._call(self._run, generator, inputs, given, self._constants, prepared, draws)
 
-    def part(self, output: int) -> Callable[..., list[Tensor]]:
-        """``(inputs, given, prepared) -> [output]`` of one of the outputs alone; writes nothing that was there before.
+    def part(self, outputs: Sequence[int]) -> Callable[..., list[Tensor]]:
+        """``(inputs, given, prepared) -> outputs`` of some of the outputs alone; writes nothing that was there before.
 
         Raises:
-            NotRecordable: it depends on random numbers.
+            NotRecordable: they depend on random numbers.
         """
-        slots = [self._outputs[output]]
+        slots = [self._outputs[output] for output in outputs]
         steps = self._needed(self._steps[EACH], slots, set())
         read = {slot for step in steps for slot in step.reads()} | {*slots}
         if read.intersection(self._parts[-1]) or any(step.is_random() for step in steps):

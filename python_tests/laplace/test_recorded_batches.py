@@ -328,11 +328,13 @@ def test_numbers_that_nobody_sees_being_read(patient, replays):
     assert len(replays) == 1
 
 
-def test_a_likelihood_keeps_a_setting_for_itself(patient, replays):
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_likelihood_keeps_a_setting_for_itself(of_class, patient):
     @register_likelihood("scaled")
     class ScaledSquares(IndependentLikelihood):
         def __init__(self, scale: float = 1.0) -> None:
-            self._scale = scale
+            vars(self).update({} if of_class else {"_scale": scale})
+            type(self)._scale = scale
 
         def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
             return -0.5 * self._scale * (outputs - targets).square()
@@ -354,6 +356,33 @@ def test_a_network_that_changed_between_fits_runs_as_it_is(patient, replays):
     la.fit(loader)
     assert any("not those of the recorded function" in k.refused for k in known_model.known_of(model).kinds.values())
     assert Sums(la) == fitted(copy.deepcopy(model), loader, patient)
+
+
+def test_a_function_that_comes_to_lie_where_another_was(patient):
+    """Of the same outputs, and of other gradients."""
+
+    class Acting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 5).double(), nn.Linear(5, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.act(self.one(x)))
+
+    def act(share: float):
+        return lambda x: x.tanh().detach() * (1 - share) + x.tanh() * share
+
+    model, loader = randomised(Acting()), in_threes(*vectors(9))
+    model.act = act(1.0)
+    first, place, others = fitted(model, loader, patient, 2), id(model.act), []
+    model.act = None
+    while id(other := act(0.5)) != place:
+        others.append(other)
+        assert len(others) < 1e5
+    model.act = other
+    second = fitted(model, loader, patient, 2)
+    assert second == fitted(copy.deepcopy(model), loader, patient)
+    assert second != first
 
 
 def test_hooks_see_every_batch(replays):

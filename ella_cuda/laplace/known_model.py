@@ -14,6 +14,7 @@ from ella_cuda.laplace.interception import HOOKS
 from ella_cuda.modes import exclusively
 
 OF_TRAINING = {"training", "momentum", "dropout"}  # attributes that torch's own modules do not read in evaluation mode
+DEPTH = 4  # of attributes' attributes that are described
 PLAIN = (bool, int, float, str, type(None), FunctionType)
 
 
@@ -60,14 +61,26 @@ def _part(module: nn.Module) -> tuple[Any, ...]:
 
 def describe_module(module: nn.Module) -> tuple[Any, ...]:
     """A module's class, forward and constants, as :class:`FunctionDescription` has them, in words that hold no module; of a user's module
-    all attributes, those that are no numbers and words by their identity."""
+    all attributes and methods."""
     own, kind, _, forward, _, dtypes, constants = _part(module)
-    if own is not None:
-        given = {name: value for name, value in vars(module).items() if name[0] != "_" and name != "training"}
-        constants = {
-            name: value if _is_plain(value) and type(value) is not list else id(value) for name, value in given.items()
-        }
-    return own, kind, forward, dtypes, sorted(constants.items())
+    if own is None:
+        return kind, forward, dtypes, sorted(constants.items())
+    classes = [c for c in kind.__mro__ if not c.__module__.startswith("torch.")]
+    methods = [(name, id(value)) for c in classes for name, value in vars(c).items() if callable(value)]
+    given = {name: value for name, value in vars(module).items() if name[0] != "_" and name != "training"}
+    return own, kind, forward, dtypes, _described(given), methods
+
+
+def _described(value: Any, depth: int = DEPTH) -> Any:
+    """Numbers and words by their value, containers and objects by what is in them, everything else by its identity."""
+    if type(value) in PLAIN and not isinstance(value, FunctionType):
+        return value
+    if depth and isinstance(value, dict):
+        return [(str(key), _described(one, depth - 1)) for key, one in value.items()]
+    if depth and isinstance(value, (list, tuple)):
+        return [_described(one, depth - 1) for one in value]
+    inside = vars(value) if depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) else {}
+    return id(value), _described(inside, depth - 1) if inside and not callable(value) else ()
 
 
 def _forward(module: nn.Module) -> Any:

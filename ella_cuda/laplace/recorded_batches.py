@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ella_cuda.laplace.batches import Inputs, map_tensors, model_outputs, tensors_of
+from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, model_outputs, tensors_of
 from ella_cuda.laplace.check_model import alike
 from ella_cuda.laplace.known_model import known_of
 from ella_cuda.laplace.likelihoods import Likelihood
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Batches of a kind before one is recorded. A recording takes as long as a few batches, of which a GPU's are short beside their Python.
 PATIENCE = {"cuda": 2, "cpu": 16}
+LARGE = 8 << 20  # bytes of layers' outputs of a batch, beside whose work a CPU's Python is short
 MOST_KINDS = 64  # that are counted at a time
 # (inputs, targets, generator, admitted) -> the part of the statistic and the outputs; what fits the likelihood is asked of ``admitted``
 Add = Callable[[Inputs, Tensor, torch.Generator | None, Callable[[Tensor, Tensor], Tensor]], tuple[Tensor, Tensor]]
@@ -105,6 +106,8 @@ class RecordedBatches:
         tensors, device = [*tensors_of(x), y], y.device
         others = not isinstance(x, Tensor) and len(tensors) <= len(x)
         if self._known is None or others or device.type not in PATIENCE or any(t.device != device for t in tensors):
+            return None
+        if device.type == "cpu" and self._run.findings.image_bytes * data_points(x) > LARGE:
             return None
         names = tuple(x) if isinstance(x, Mapping) else type(x)
         drawn = None if generator is None else generator.device

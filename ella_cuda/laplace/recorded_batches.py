@@ -8,6 +8,7 @@ with the network's own, once, before the tape adds to a sum. What has no tape ru
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -133,10 +134,7 @@ class RecordedBatches:
         run, tensors, calls = self._run, sums.tensors(), dict(self._run.calls)
         before = [(moment.rows, moment.in_double) for moment in sums.moments]
         fine: list[Tensor] = []
-        x, y = (
-            map_tensors(x, _apart),
-            _apart(y),
-        )  # a batch's tensors may be views of one, or of a buffer; the next one's are others
+        x, y = map_tensors(x, _apart), _apart(y)  # they may be views of one tensor; the next batch's are others
 
         def admitted(outputs: Tensor, targets: Tensor) -> Tensor:
             targets, fit = self._likelihood.admitted(outputs, targets)
@@ -161,9 +159,7 @@ class RecordedBatches:
             kind.in_double = [moment.in_double for moment in sums.moments]
             kind.calls = [run.calls[rule] - calls[rule] for rule in run.rules]
             kind.tape = tape
-        except (
-            Exception
-        ) as error:  # whatever a mode makes a model raise: the batch runs as it is, and raises what is its own
+        except Exception as error:  # whatever a mode makes a model raise: the batch runs as it is, with its own errors
             kind.refused = f"{type(error).__name__}: {error}"
         finally:
             run.release()
@@ -206,10 +202,8 @@ class RecordedBatches:
                 statistic = self._likelihood.statistic(own, self._likelihood.admitted(own, y)[0])
             found = kind.outputs([*tensors_of(x), y], given, prepared)
             if not all(map(alike, found, (statistic, own))):
-                kind.tape, kind.refused = (
-                    None,
-                    "the network's outputs for another batch are not those of the recorded function",
-                )
+                kind.tape = None
+                kind.refused = "the network's outputs for another batch are not those of the recorded function"
                 return False
             if not kind.fresh:
                 self._verified.add(kind)
@@ -306,7 +300,7 @@ class _Graph:
             self._places = [_apart(t) for t in tensors]
             work = self._graphs.warm_up
         elif self._replay is None:
-            self._replay = self._graphs.record(self._work)
+            self._replay = self._captured()
         for place, tensor in zip(self._places, tensors, strict=True):
             _fill(place, tensor)
         if self._replay is None:
@@ -314,6 +308,16 @@ class _Graph:
         else:
             self._replay()
         return self._outputs
+
+    def _captured(self) -> Callable[[], None]:
+        try:
+            return self._graphs.record(self._work)
+        except RuntimeError as error:
+            warnings.warn(
+                f"fit: a recorded batch cannot be captured as a CUDA graph ({error}); its operators run one by one.",
+                stacklevel=2,
+            )
+            return self._work
 
     def _work(self) -> None:
         count = len(self._places) - self._tape.drawn

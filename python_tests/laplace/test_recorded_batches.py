@@ -482,6 +482,19 @@ def test_inputs_without_memory_for_each_row(graphs, monkeypatch, patient, replay
     assert len(replays) == 4
 
 
+def test_a_capture_that_fails_is_told_and_changes_nothing(monkeypatch, patient):
+    stand_in(monkeypatch)
+
+    def refuse(self, work):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(RecordedGraphs, "record", refuse)
+    model = Network(CASES["Conv2d"])
+    with pytest.warns(UserWarning, match="one by one"):
+        recorded, plain = both_ways(model, in_threes(*model.data(5)), patient)
+    assert recorded == plain
+
+
 class Counted(nn.Module):
     """Counts its calls where no description of it looks."""
 

@@ -19,6 +19,7 @@ from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, model_ou
 from ella_cuda.laplace.check_model import alike
 from ella_cuda.laplace.known_model import known_of
 from ella_cuda.laplace.likelihoods import Likelihood
+from ella_cuda.laplace.second_moment import SMALL
 from ella_cuda.laplace.tape import NotRecordable, Tape, record
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.recording import MAX_SHAPES, CudaGraphs
@@ -42,8 +43,8 @@ class _Kind:
     Attributes:
         seen: how many there were.
         tape: of one; None before it is recorded. names: of the tensors that the tape takes from the fit.
-        rows, calls: what a batch adds to the counts of sums and of layers' calls.
-        in_double: of the sums after a batch.
+        rows, products, calls: what a batch adds to the counts of sums and of layers' calls.
+        are_alike: of the sums after a batch.
         outputs: the tape of the statistic and of the network's outputs.
         fresh: whether the tape's outputs were compared for no batch but the one that was recorded, of which it may hold numbers.
         refused: why there is no tape, in words.
@@ -54,7 +55,8 @@ class _Kind:
     names: list[Name] = dataclasses.field(default_factory=list)
     rows: list[int] = dataclasses.field(default_factory=list)
     calls: list[int] = dataclasses.field(default_factory=list)
-    in_double: list[bool | None] = dataclasses.field(default_factory=list)
+    products: list[int] = dataclasses.field(default_factory=list)
+    are_alike: list[bool | None] = dataclasses.field(default_factory=list)
     outputs: Callable[..., list[Tensor]] | None = None
     fresh: bool = True
     refused: str = ""
@@ -90,7 +92,7 @@ class RecordedBatches:
             kind.seen += 1
             if kind.tape is None and not kind.refused and kind.seen >= PATIENCE[y.device.type]:
                 self._record(kind, x, y, generator, sums)
-            if kind.tape is not None and self._is_the_network(kind, x, y, sums):
+            if kind.tape is not None and sums.are_like_those_of(kind) and self._is_the_network(kind, x, y, sums):
                 return self._again(kind, x, y, generator, sums)
         return self._add(x, y, generator, self._checked)
 
@@ -132,7 +134,7 @@ class RecordedBatches:
 
     def _record(self, kind: _Kind, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums) -> None:
         run, tensors, calls = self._run, sums.tensors(), dict(self._run.calls)
-        before = [(moment.rows, moment.in_double) for moment in sums.moments]
+        before = [(moment.rows, moment.products, moment.are_alike) for moment in sums.moments]
         fine: list[Tensor] = []
         x, y = map_tensors(x, _apart), _apart(y)  # they may be views of one tensor; the next batch's are others
 
@@ -155,8 +157,14 @@ class RecordedBatches:
                 raise NotRecordable("a batch copies between devices")
             kind.names = self._named(given, tensors)
             kind.outputs = tape.part([0, 1])
-            kind.rows = [moment.rows - rows for moment, (rows, _) in zip(sums.moments, before, strict=True)]
-            kind.in_double = [moment.in_double for moment in sums.moments]
+            if not all(
+                m.products <= SMALL or products > SMALL
+                for m, (_, products, _) in zip(sums.moments, before, strict=True)
+            ):
+                raise NotRecordable("a sum passes the number of products up to which they are float64's")
+            kind.rows = [moment.rows - rows for moment, (rows, _, _) in zip(sums.moments, before, strict=True)]
+            kind.products = [m.products - products for m, (_, products, _) in zip(sums.moments, before, strict=True)]
+            kind.are_alike = [moment.are_alike for moment in sums.moments]
             kind.calls = [run.calls[rule] - calls[rule] for rule in run.rules]
             kind.tape = tape
         except Exception as error:  # whatever a mode makes a model raise: the batch runs as it is, with its own errors
@@ -165,8 +173,8 @@ class RecordedBatches:
             run.release()
             run.calls.update(calls)
             sums.restore()
-            for moment, (rows, in_double) in zip(sums.moments, before, strict=True):
-                moment.rows, moment.in_double = rows, in_double
+            for moment, counts in zip(sums.moments, before, strict=True):
+                moment.rows, moment.products, moment.are_alike = counts
 
     @staticmethod
     def _named(given: Sequence[Tensor], tensors: Mapping[Name, Tensor]) -> list[Name]:
@@ -229,8 +237,9 @@ class RecordedBatches:
                 )
         if self._checks:
             self._likelihood.check(outputs, y)
-        for moment, rows, in_double in zip(sums.moments, kind.rows, kind.in_double, strict=True):
-            moment.in_double = in_double
+        added = zip(sums.moments, kind.rows, kind.products, kind.are_alike, strict=True)
+        for moment, rows, products, moment.are_alike in added:
+            moment.products += products
             moment.count(rows)
         for rule, calls in zip(self._run.rules, kind.calls, strict=True):
             self._run.calls[rule] += calls
@@ -266,7 +275,15 @@ class _Sums:
             factor.input_moment, factor.output_moment = inputs, outputs
 
     def state(self) -> tuple[Any, ...]:
-        return tuple(moment.in_double for moment in self.moments), tuple(self.places)
+        of_products = tuple((moment.are_alike, moment.products > SMALL) for moment in self.moments)
+        return of_products, tuple(self.places)
+
+    def are_like_those_of(self, kind: _Kind) -> bool:
+        """Whether a batch of the kind has products in the dtypes in which they were recorded."""
+        return all(
+            m.products > SMALL or m.products + more <= SMALL
+            for m, more in zip(self.moments, kind.products, strict=True)
+        )
 
     def tensors(self) -> dict[Name, Tensor]:
         """What a tape takes from the fit, by name."""

@@ -18,7 +18,7 @@ from ella_cuda.nn import SpatialBasis
 # Hessian has, whose noise the evidence multiplies with the input side's largest eigenvalue. For blocks so small that takes little time.
 WHOLE = 128
 WINDOWS = 1 << 20  # elements of the patches of images of three axes that are there at a time, or those of a plane
-# Of sums whose first rows have up to so many products of two numbers all are float64's: they take little time.
+# Sums of up to so many products of two numbers are float64's too: they take little time, and with more rows rounding averages out.
 SMALL = 1 << 25
 # Of rows that hardly differ in direction but for a few, such as those far from zero, products are float64's: rounding is relative to the
 # largest eigenvalue. They are those of which so many, of so many numbers, spread over the first that are added and normalised, have half
@@ -55,9 +55,8 @@ class SecondMoment:
         self.rows = 0
         self.name = name
         self.basis = basis
-        self.in_double: bool | None = (
-            None  # whether products are float64's, once rows of several data points were there
-        )
+        self.products = 0  # that were taken
+        self.are_alike: bool | None = None  # rows, but for a few directions
         self._eigenvalues: Tensor | None = None
         self._decomposed_on: Tensor | None = None  # the basis' matrix that they belong to
 
@@ -132,13 +131,19 @@ class SecondMoment:
 
     def _in_its_dtype(self, rows: Tensor, products: int, narrow: bool = False) -> Iterator[Tensor]:
         """Rows, or images, in the dtype in which so many products of theirs are to be taken: all of them, or in float64 some at a time."""
-        if self.in_double is None and rows.shape[0] > 1:
-            self.in_double = rows.dtype == torch.float64 or narrow or products <= SMALL or _alike(rows)
-        if rows.dtype == torch.float64 or self.in_double is False:
+        small = self.products + products <= SMALL
+        self.products += products
+        if rows.dtype == torch.float64 or not (narrow or small or self._alike(rows)):
             yield rows
         else:
             each = max(rows.numel() // max(rows.shape[0], 1), 1)
             yield from (part.double() for part in rows.split(max(DOUBLED // each, 1)))
+
+    def _alike(self, rows: Tensor) -> bool:
+        """Whether rows differ in few directions, by the first that are several."""
+        if self.are_alike is None and rows.shape[0] > 1:
+            self.are_alike = _alike(rows)
+        return bool(self.are_alike)
 
     def count(self, rows: int) -> None:
         """Say that this many rows were added to ``total`` by other means; no fewer, for a sum has no larger rank."""

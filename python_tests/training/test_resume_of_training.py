@@ -16,7 +16,6 @@ from ella_cuda.data import TensorLoader
 from ella_cuda.training import MarglikTrainer
 from ella_cuda.training.checkpoint import read_checkpoint
 from python_tests.training.learners import test_augmentation, test_learner, test_prior, test_spatial_basis
-from python_tests.training.test_checkpoint import Own
 from python_tests.training.test_points import DATA, Buckets
 from python_tests.training.test_trainer import Network, images
 from python_tests.training.test_unknown import Tagged
@@ -69,6 +68,21 @@ def tagged(**options: Any) -> MarglikTrainer:
 
 
 KINDS = ("global generator", "own generator", "batch sampler's", "tensor loader")
+
+
+class Own(torch.optim.SGD):
+    """Cannot be made of its groups, and keeps a state of its own form."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["rows"] = torch.zeros(7)
+        super().step()
+
+
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adafactor, torch.optim.NAdam, torch.optim.Rprop, Own)
 COSINE = {"scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR, "scheduler_kwargs": {"T_max": 18}}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -98,7 +98,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class Known:
-    """What is known of a model with this description.
+    """Findings about a model with this description.
 
     Attributes:
         findings: of trials, by what was tried.
@@ -118,7 +118,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary(
 
 
 def known_of(model: nn.Module) -> Known | None:
-    """What is known of the model, nothing where it changed; None of a model with hooks, of which a tape would not know."""
+    """The findings about a model, empty where it changed; None of a model with hooks, of which a tape would not know."""
     modules = [*model.modules()]
     if any(is_changed(module) for module in modules) or _has_any_global_hook():
         return None

@@ -189,6 +189,7 @@ class KroneckerSums(Consumer):
                 self.add(factor, "output", side, self._shares.get((call, name), 1.0) / max(side.positions, 1))
 
     def release(self) -> None:
+        self._waiting.drop()
         self.begin()
 
     def flush(self) -> None:

@@ -155,6 +155,8 @@ class RecordedBatches:
                 raise NotRecordable("a batch replaces tensors of the model or of the sums")
             if tape.mixed and y.is_cuda:
                 raise NotRecordable("a batch copies between devices")
+            if tape.draws_inside and generator is not None and has_graphs(y.device):
+                raise NotRecordable("a graph draws random numbers from torch's own generator alone")
             kind.names = self._named(given, tensors)
             kind.outputs = tape.part([0, 1])
             if not all(
@@ -286,7 +288,7 @@ class _Sums:
         )
 
     def tensors(self) -> dict[Name, Tensor]:
-        """What a tape takes from the fit, by name."""
+        """The tensors that a tape takes from the fit, by name."""
         found: dict[Name, Tensor] = {("moment", number): moment.total for number, moment in enumerate(self.moments)}
         found |= {("parameter", name): tensor for name, tensor in self._model.named_parameters()}
         found |= {("buffer", name): tensor for name, tensor in self._model.named_buffers()}

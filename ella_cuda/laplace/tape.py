@@ -124,7 +124,7 @@ class _Recorder:
         return found
 
     def slot_of(self, tensor: Tensor) -> int:
-        """Of a tensor that comes from an operator, or another name of its memory; of others a new one."""
+        """The slot of a tensor, or of another name of its memory; a new one of a tensor that was there before."""
         slot = self._find(tensor)
         if slot is None:
             slot = self._new(tensor)
@@ -190,6 +190,7 @@ class Tape:
         drawn: how many random tensors a run has.
         operators: how many operators a run calls, views apart.
         mixed: whether a run copies between devices.
+        draws_inside: whether a run draws random numbers that depend on its inputs.
 
     Args:
         recorder: of the function.
@@ -351,9 +352,8 @@ def _refusing_reads(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise NotRecordable(f"Tensor.{function.__name__} reads a tensor's numbers")
     batched = function is torch.autograd.grad and (kwargs["is_grads_batched"] or kwargs["materialize_grads"])
     if function is torch.autograd.grad and kwargs["grad_outputs"] is not None and not batched:
-        with FunctionMode(
-            _refusing_reads
-        ):  # which is off in a function that it handles, and so in all nodes of a graph
+        # A mode is off in a function that it handles, and so in all nodes of a graph.
+        with FunctionMode(_refusing_reads):
             return _gradients(*args, **kwargs)
     return function(*args, **kwargs)
 

@@ -213,6 +213,11 @@ class GroupedSums:
             getattr(torch.ops.ella_cuda, f"{name}many_")(factors, rows, *numbers, alphas, allow_tf32)
             torch.autograd.graph.increment_version(factors)
 
+    def drop(self) -> None:
+        """Forget what waits, as of a pass that was given up."""
+        self._waiting.clear()
+        self._bytes.clear()
+
     def _wait(self, name: str, factor: Tensor, rows: Tensor, geometry: tuple[int, ...], alpha: float) -> None:
         refuse_graph(name, factor=factor, rows=rows)
         require_backend(name, factor)

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from ella_cuda.laplace import (
     IndependentLikelihood,
     KronLaplace,
+    base,
     curvature,
     known_model,
+    kronecker_sums,
     recorded_batches,
     register_likelihood,
     second_moment,
 )
 from ella_cuda.laplace.interception import OperatorMode
+from ella_cuda.laplace.likelihoods import Classification
 from ella_cuda.laplace.recorded_batches import RecordedBatches, _Sums
 from ella_cuda.laplace.tape import NotRecordable, record
 from python_tests.laplace.checks import randomised
@@ -368,6 +371,21 @@ def test_a_likelihood_keeps_a_setting_for_itself(of_class, patient):
     assert fits[1] != fits[0]
 
 
+class Late(Turning):
+    """Reads numbers behind its first layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h if h.abs().sum() < 1e9 else -h
+
+
+def test_sums_that_wait_are_not_those_of_a_refused_recording(patient, replays, monkeypatch):
+    monkeypatch.setattr(kronecker_sums, "together", lambda values: True)  # as on CUDA
+    recorded, plain = both_ways(Late(), in_threes(*vectors(9)), patient)
+    assert recorded == plain
+    assert not replays
+
+
 def test_a_network_that_changed_between_fits_runs_as_it_is(patient, replays, monkeypatch):
     model, loader = Turning(), in_threes(*vectors(9))
     la = KronLaplace(model).fit(loader)
@@ -496,6 +514,25 @@ def test_inputs_without_memory_for_each_row(graphs, monkeypatch, patient, replay
     recorded, plain = both_ways(perceptron(), loader, patient)
     assert recorded == plain
     assert len(replays) in (4, 5)
+
+
+def test_draws_that_depend_on_the_inputs_are_not_in_a_graph(monkeypatch, patient, replays):
+    """They would be those of torch's own generator."""
+
+    @register_likelihood("drawing")
+    class Drawing(Classification):
+        def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Tensor:
+            return torch.bernoulli(outputs.softmax(1), generator=generator)[None]
+
+    monkeypatch.setattr(base, "check_likelihood", lambda *_: None)  # whose oracle takes columns that are right
+    stand_in(monkeypatch)
+    loader, found = in_threes(*vectors(9)), []
+    for model, batches in ((perceptron(), 2), (perceptron(), NEVER)):
+        patient(batches)
+        generator = torch.Generator().manual_seed(7)
+        found.append(Sums(KronLaplace(model, Drawing(), fisher="mc").fit(loader, generator=generator)))
+    assert found[0] == found[1]
+    assert not replays
 
 
 def test_a_capture_that_fails_is_told_and_changes_nothing(monkeypatch, patient):

@@ -51,11 +51,12 @@ from ella_cuda.laplace.evidence import (
 from ella_cuda.laplace.factors import CHECKSUM, require_checksum, with_checksum
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.interception import hooks
-from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
+from ella_cuda.laplace.leave_one_out import LeaveOneOut, Prediction, best_of, leave_one_out
+from ella_cuda.laplace.likelihoods import IGNORED, LINKS, Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, solve
 from ella_cuda.laplace.parameters import Value, as_float64, buffer_sums, check_choice, fingerprint_of, positive_number
 from ella_cuda.laplace.posterior import Posterior
-from ella_cuda.laplace.predictive import PREDICTIONS, Predictive, predictions_at
+from ella_cuda.laplace.predictive import MEANS, PREDICTIONS, Predictive, predictions_at
 from ella_cuda.laplace.prior_structure import group_indices
 from ella_cuda.laplace.rules.base import Rule
 from ella_cuda.laplace.rules.network import UNKNOWN
@@ -630,23 +631,26 @@ class BaseLaplace(Predictive):
         Args:
             pred_type, link_approx, n_samples: of the predictions of "gridsearch", see a call.
             method: "marglik" raises the evidence by Adam on the logarithms; "mackay" repeats the evidence's fixed points in closed form,
-                until they rest; "gridsearch" takes the precision with the best predictions of ``val_loader``.
+                until they rest; "gridsearch" takes the precision with the best predictions of ``val_loader``; "loo" that with the largest
+                leave-one-out density of the training data, :meth:`leave_one_out`, among those under which no data point has a leverage of 1
+                or more, so that it needs no validation data.
             n_steps: how many steps, at most.
             lr: of Adam, in units of the logarithm.
             init_prior_prec: where "marglik" and "mackay" start; None is ``self.prior_precision``. The evidence at the linear mode can have
                 several maxima where groups have their own precisions; the network's choice is a good start.
             prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`: "layerwise" (none), "module",
-                "normalised" or "scalar" (all); "gridsearch" takes "scalar" alone.
+                "normalised" or "scalar" (all); "gridsearch" takes "scalar" alone. "loo" takes "scalar", or "layerwise": one factor of all the
+                present precisions.
             val_loader: yields ``(x, y)``, as for :meth:`fit`.
             loss: ``(predictions, targets) -> number``, of all data of the loader: probabilities, or of likelihoods without classes mean and
                 variance of the outputs, both ``(N, K)``; None is the mean negative log density of the targets, noise included.
-            log_prior_prec_min, log_prior_prec_max, grid_size: of the grid, powers of ten.
+            log_prior_prec_min, log_prior_prec_max, grid_size: of the grid of precisions, or of "loo"'s factors: powers of ten.
             progress_bar: show one.
             tune_sigma: whether "marglik" and "mackay" choose ``sigma_noise`` too, of a likelihood that has one.
             at: "network", where the evidence is that at the network's parameters; or "linear": :meth:`fit_linear_mode` and MacKay's fixed
                 points at what it finds take turns until both stand still, whichever of "marglik" and "mackay" is given, since the evidence at
                 the mode has its maximum there. ``n_steps`` are rounds of both.
-            train_loader: of the fit's data, for ``at="linear"``; None is what :meth:`fit` got.
+            train_loader: of the fit's data, for "loo" and ``at="linear"``; None is what :meth:`fit` got.
             tol: with ``at="linear"``, the largest change of a precision's logarithm in a round that is none.
             form, hessian_at, solver: of :meth:`fit_linear_mode`.
 
@@ -654,7 +658,8 @@ class BaseLaplace(Predictive):
             ``self.prior_precision``: one value per parameter tensor.
 
         Raises:
-            TypeError, ValueError: an argument does not fit, the loader is empty, no loss of a grid is finite; nothing is changed then.
+            TypeError, ValueError: an argument does not fit, the loader is empty, no loss of a grid is finite, or under every precision of
+                "loo" a data point has a leverage of 1 or more; nothing is changed then.
             RuntimeError: as :meth:`log_marginal_likelihood`.
 
         Source: Immer et al., ICML 2021, section 3 (marglik); MacKay, "Bayesian interpolation", 1992 (mackay).
@@ -668,7 +673,17 @@ class BaseLaplace(Predictive):
         check_choice("hessian_at", hessian_at, HESSIANS)
         self.fitted_model.require_fit()
         self.fitted_model.bases.check()
-        loader = self._training_loader(method, train_loader) if at == "linear" else None
+        if at == "linear" and method in ("gridsearch", "loo"):
+            raise ValueError(f"optimize_prior_precision: method={method!r} has no at='linear'; use 'marglik'.")
+        if pred_type == "nn" and method == "loo":
+            raise ValueError(
+                "optimize_prior_precision: method='loo' is of the linearised network, pred_type='glm'; got 'nn'."
+            )
+        loader = (
+            self._training_loader(train_loader, "optimize_prior_precision: train_loader")
+            if at == "linear" or method == "loo"
+            else None
+        )
         before = self.prior_precision, self.sigma_noise, self.linear_fit
         sigma = tune_sigma and self.likelihood_function.has_noise
         groups = Groups(group_indices(prior_structure, self.parameter_names, self.model), self._device)
@@ -680,7 +695,12 @@ class BaseLaplace(Predictive):
                 return self.prior_precision
             if init_prior_prec is not None:
                 self._prior_precision = precisions_of(self, init_prior_prec, "init_prior_prec").clone()
-            if at == "linear":
+            if method == "loo":
+                now = self.prior_precision.detach()
+                now = torch.ones_like(now) if prior_structure == "scalar" else now
+                how = Prediction(link_approx, n_samples)
+                self.prior_precision = best_of(self, [now * factor for factor in grid], loader, how, progress_bar)
+            elif at == "linear":
 
                 def find(inner: float) -> None:
                     self._find_linear_mode(loader, inner, solver, form, hessian_at)
@@ -705,18 +725,66 @@ class BaseLaplace(Predictive):
             raise
         return self.prior_precision
 
-    def _training_loader(self, method: str, given: Iterable[Any] | None) -> Iterable[Any]:
-        if method == "gridsearch":
-            raise ValueError("optimize_prior_precision: method='gridsearch' has no at='linear'; use 'marglik'.")
+    def _training_loader(self, given: Iterable[Any] | None, name: str) -> Iterable[Any]:
+        """The loader that was given, or what the fit got; ``name`` is the argument's."""
         self.fitted_model.require_unchanged()
         if given is not None:
-            require_loader(given, "optimize_prior_precision: train_loader")
+            require_loader(given, name)
             return given
         if not self._loaders:
             raise ValueError(
-                "optimize_prior_precision: at='linear' passes over the training data: pass train_loader, as this approximation has none."
+                f"{name} is None, and this approximation does not have the training data to pass over: pass {name.split()[-1]}."
             )
         return self._loaders[0] if len(self._loaders) == 1 else _Joined(self._loaders)
+
+    # leaving out -----------------------------------------------------------------------------------------------------
+
+    @running_the_model
+    def leave_one_out(
+        self,
+        loader: Iterable[Any] | None = None,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        *,
+        mean: str = "network",
+        progress_bar: bool = False,
+    ) -> LeaveOneOut:
+        r"""Predict each of the fit's data points from all others, in one pass and without a refit.
+
+        With outputs :math:`f_i` of covariance :math:`S_i`, and gradient :math:`g_i` and Hessian :math:`\Lambda_i` of
+        :math:`-\log p(y_i | f_i) / T` in them, the outputs without the data point have the covariance
+        :math:`S_{-i} = (I - S_i \Lambda_i)^{-1} S_i` and the mean :math:`f_i + S_{-i} g_i`. Exact for a Gaussian linear model with its
+        exact curvature at its mode, as a linear network or its linear mode is; elsewhere features have seen the data point, so that densities
+        are too large. No Jacobian is kept; memory is by ``memory_budget``, which a data point's covariances must fit in.
+
+        Args:
+            loader: of the fit's data or a part of them, as for :meth:`fit`; None is what that got. Of a data point that it got twice one copy
+                is left out.
+            link_approx, n_samples, generator, mean: as of a call; "mc" draws each data point's outputs by themselves.
+            progress_bar: show one.
+
+        Returns:
+            Log densities, leverages and influences. A regression's density is that of all outputs of a data point together, noise included;
+            other likelihoods without classes take outputs as independent. A data point's positions, where outputs are ``(N, T, K)``, are
+            left out together, and their log densities summed; positions with the label ``ignore_index`` have none.
+
+        Raises:
+            RuntimeError: as a call.
+            ValueError: an argument is none of its choices; the loader gave no data or more than the fit's; targets do not fit.
+            MemoryError: a data point has too many outputs for ``memory_budget``.
+            FloatingPointError: an output or a variance is not finite.
+
+        Warns:
+            UserWarning: the loader has as many data as the fit with another log likelihood, as random augmentation gives.
+
+        Source: Beirami et al., "On optimal generalizability in parametric learning", NeurIPS 2017; Nickl et al., "The memory-perturbation
+        equation", NeurIPS 2023, section 3.
+        """
+        check_choice("link_approx", link_approx, LINKS)
+        check_choice("mean", mean, MEANS)
+        how = Prediction(link_approx, as_count("n_samples", n_samples), generator, mean)
+        return leave_one_out(self, self._training_loader(loader, "leave_one_out: loader"), how, progress_bar)
 
     # saving ----------------------------------------------------------------------------------------------------------
 

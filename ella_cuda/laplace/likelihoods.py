@@ -131,6 +131,15 @@ def unit_columns(outputs: Tensor) -> Columns:
     return Columns(entries, build, outputs.element_size() * entries)
 
 
+def by_position(mean: Tensor, covariance: Tensor) -> Tensor:
+    """The covariance ``(N, E, E)`` or variance ``(N, E)`` of flattened outputs as ``(N, ..., K, K)`` or ``(N, ..., K)``."""
+    if covariance.dim() == 2:
+        return covariance.view_as(mean)
+    classes, positions = mean.shape[-1], math.prod(mean.shape[1:-1])
+    blocks = covariance.view(len(mean), positions, classes, positions, classes).diagonal(dim1=1, dim2=3)
+    return blocks.movedim(-1, 1).reshape(*mean.shape, classes)
+
+
 def bytes_each(columns: Columns | Tensor) -> int:
     """The bytes that a further column takes until it is there: none where all are."""
     return columns.bytes_each if isinstance(columns, Columns) else 0
@@ -148,7 +157,8 @@ class Likelihood(ABC):
         has_noise: whether ``sigma_noise`` scales it: :meth:`log_prob` is then at sigma = 1 without normaliser, :meth:`log_likelihood` is
             complete, and the Hessian at sigma is that of :meth:`columns` over sigma^2.
         has_classes: whether :meth:`hits` counts predictions that are right, and predictions are :meth:`probabilities`.
-        couples_outputs: whether :meth:`probabilities` may take the covariances of a data point's outputs.
+        couples_outputs: whether :meth:`probabilities`, or :meth:`log_predictive` where there are no classes, may take the covariances of a
+            data point's outputs.
     """
 
     name: ClassVar[str] = ""
@@ -180,6 +190,13 @@ class Likelihood(ABC):
             total += (part * signs.to(part).view(*signs.shape, *[1] * (part.dim() - 2))).sum(0)
         return total[None]
 
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """That of ``-log p`` in the outputs, of their shape, float64: of large outputs a softmax' small losses are differences."""
+        with torch.enable_grad():
+            wide = outputs.detach().double().requires_grad_()
+            (slope,) = torch.autograd.grad(-self.log_prob(wide, targets).sum(), wide)
+        return slope
+
     def statistic(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The sum over the batch that :meth:`log_likelihood` is a function of, 0-dim float64."""
         return self.log_prob(outputs.double(), targets).sum()
@@ -207,8 +224,9 @@ class Likelihood(ABC):
         raise NotImplementedError(f"{type(self).__name__} must define probabilities, as it has classes.")
 
     def log_predictive(self, predictions: Any, targets: Tensor, sigma_noise: Tensor, n_samples: int = 100) -> Tensor:
-        """Log densities of targets under predictions, float64, whose sum is that of the batch: under mean and variance of the outputs,
-        ``(N, ..., K)`` each, or probabilities of a likelihood with classes. Here by ``n_samples`` draws of independent outputs."""
+        """Log densities of targets under predictions, float64, ``(N, ...)``, whose sum is that of the batch: under mean and variance of the
+        outputs, ``(N, ..., K)`` each, or probabilities of a likelihood with classes. Where outputs are coupled without classes, the variance
+        may be the covariance ``(N, E, E)`` of the E entries of a data point's outputs. Here by ``n_samples`` draws of independent outputs."""
         mean, variance = (part.double() for part in predictions)
         generator, kind = torch.Generator("cpu").manual_seed(0), {"dtype": torch.float64, "device": "cpu"}
         drawn = torch.randn(n_samples, *mean.shape, generator=generator, **kind).to(mean.device)
@@ -462,6 +480,7 @@ class Regression(IndependentLikelihood):
     the evidence is differentiable in sigma."""
 
     has_noise = True
+    couples_outputs = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         super().check(outputs, targets)
@@ -481,6 +500,13 @@ class Regression(IndependentLikelihood):
 
     def log_predictive(self, predictions: Any, targets: Tensor, sigma_noise: Tensor, n_samples: int = 100) -> Tensor:
         mean, variance = (part.double() for part in predictions)
+        if variance.dim() == 3 and len(variance) and variance.shape[1:] == 2 * (mean[0].numel(),):
+            entries = variance.shape[1]
+            noise = sigma_noise.square() * torch.eye(entries, dtype=variance.dtype, device=variance.device)
+            root = torch.linalg.cholesky(variance + noise)
+            white = torch.linalg.solve_triangular(root, (targets - mean).reshape(-1, entries, 1), upper=False)
+            determinant = 2 * root.diagonal(dim1=1, dim2=2).log().sum(1)
+            return -0.5 * (white.square().sum((1, 2)) + determinant + entries * math.log(2 * math.pi))
         whole = variance + sigma_noise.square()
         return -0.5 * ((targets - mean).square() / whole + (2 * math.pi * whole).log())
 

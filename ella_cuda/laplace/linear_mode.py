@@ -120,11 +120,7 @@ class _Loss:
             def cotangent(f: Tensor, along: Tensor) -> Tensor:
                 likelihood.check(f, y)
                 h = self._outputs[_key(x)] = self.outputs(f, along)
-                # In float64: of large outputs a softmax' small losses are differences.
-                with torch.enable_grad():
-                    wide = h.detach().double().requires_grad_()
-                    (slope,) = torch.autograd.grad(-likelihood.log_prob(wide, y).sum(), wide)
-                slope = slope.to(h.dtype)
+                slope = likelihood.gradient(h, y).to(h.dtype)
                 with torch.no_grad():
                     size = ((1 + slope.abs()) * f.abs()).sum(dtype=torch.float64)
                     statistics = [likelihood.statistic(outputs.double(), y).double() for outputs in (h, f)]

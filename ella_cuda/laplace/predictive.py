@@ -14,7 +14,7 @@ from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, tensor
 from ella_cuda.laplace.evidence import Evidence, data_weight, linear_fit_of
 from ella_cuda.laplace.factors import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
-from ella_cuda.laplace.likelihoods import DIAGONAL, LINKS, unit_columns
+from ella_cuda.laplace.likelihoods import DIAGONAL, LINKS, by_position, unit_columns
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.tangent import ReplacedParameters
@@ -94,7 +94,7 @@ class Predictive(Evidence):
         shift = self._shift(x, mean)
         if likelihood.has_classes:
             outputs, covariance = moments(self, x, diagonal=link_approx in DIAGONAL or not likelihood.couples_outputs)
-            return self._probabilities(link_approx, outputs + shift, _by_position(outputs, covariance))
+            return self._probabilities(link_approx, outputs + shift, by_position(outputs, covariance))
         outputs, covariance = moments(self, x, joint=joint, diagonal=diagonal_output and not joint)
         outputs = outputs + shift
         if joint:
@@ -316,7 +316,7 @@ def predictions_at(
         posteriors = [la._posterior(torch.ones_like(like) * precision, weight) for precision in prior_precisions]
         mean, covariances = la._moments_under(la.fitted_model.inputs(x), posteriors, diagonal=diagonal)
         for covariance in covariances:
-            parts = mean, _by_position(mean, covariance)
+            parts = mean, by_position(mean, covariance)
             yield la._probabilities(link_approx, *parts) if likelihood.has_classes else parts
         return
     before = la.prior_precision
@@ -378,15 +378,6 @@ def _require_range(mean: Tensor, covariances: Sequence[Tensor]) -> None:
             f"the variance of the outputs of data point {int(lost.nonzero()[0])} is beyond {mean.dtype}; scale the inputs as those of "
             "the fit, or fit and predict in float64: model.double()."
         )
-
-
-def _by_position(mean: Tensor, covariance: Tensor) -> Tensor:
-    """The covariance ``(N, E, E)`` or variance ``(N, E)`` of flattened outputs as ``(N, ..., K, K)`` or ``(N, ..., K)``."""
-    if covariance.dim() == 2:
-        return covariance.view_as(mean)
-    classes, positions = mean.shape[-1], math.prod(mean.shape[1:-1])
-    blocks = covariance.view(len(mean), positions, classes, positions, classes).diagonal(dim1=1, dim2=3)
-    return blocks.movedim(-1, 1).reshape(*mean.shape, classes)
 
 
 def _normal(size: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:

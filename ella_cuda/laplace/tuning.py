@@ -20,7 +20,7 @@ from ella_cuda.laplace.prior_structure import STRUCTURES
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision
 
-METHODS = ("marglik", "mackay", "gridsearch")
+METHODS = ("marglik", "mackay", "gridsearch", "loo")
 SMALLEST, LARGEST = 1e-6, 1e10  # precisions that fixed points are held between
 BOUNDS = math.log(SMALLEST), math.log(LARGEST)
 STILL = 1e-8  # the largest change of a logarithm at which fixed points have come to rest
@@ -290,6 +290,11 @@ def check_arguments(
         require_loader(val_loader, "optimize_prior_precision: val_loader")
         if prior_structure != "scalar":
             raise ValueError("method='gridsearch' tries one precision for all tensors; pass prior_structure='scalar'.")
+    if method == "loo" and prior_structure not in ("scalar", "layerwise"):
+        raise ValueError(
+            "method='loo' tries one precision for all tensors, prior_structure='scalar', or one factor of the present precisions, "
+            f"'layerwise'; got {prior_structure!r}."
+        )
     ends = [number(f"log_prior_prec_{n}", v) for n, v in (("min", low), ("max", high))]
     if not -FURTHEST <= ends[0] <= ends[1] <= FURTHEST:
         raise ValueError(

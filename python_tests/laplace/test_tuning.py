@@ -393,7 +393,7 @@ def test_the_grid_samples_where_asked(how: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"method": "adam"}, "method must be one of 'marglik', 'mackay', 'gridsearch', got 'adam'"),
+        ({"method": "adam"}, "method must be one of 'marglik', 'mackay', 'gridsearch', 'loo', got 'adam'"),
         ({"prior_structure": "diag"}, "prior_structure='diag' has a precision for every parameter"),
         ({"method": "gridsearch", "prior_structure": "scalar"}, "needs val_loader"),
         ({"method": "gridsearch", "val_loader": [1]}, "prior_structure='scalar'"),

@@ -1,0 +1,256 @@
+"""Leave-one-out predictions of the data of a fit, in closed form from the posterior of all data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ella_cuda.laplace.batches import data_points, pair_on, take
+from ella_cuda.laplace.evidence import data_weight
+from ella_cuda.laplace.likelihoods import DIAGONAL, by_position
+from ella_cuda.laplace.posterior import Posterior
+from ella_cuda.ops._precision import in_own_precision
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.predictive import Predictive
+
+BESIDE = 6  # matrices of a data point's outputs that are there beside the covariances
+APART = 1e-3  # of log likelihoods of the same data, relative
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class LeaveOneOut:
+    r"""What the posterior of all other data says of each data point, in the loader's order.
+
+    Attributes:
+        log_density: of a data point's target, ``(N,)``, nats, float64: nan where it is not defined.
+        leverage: the largest eigenvalue of :math:`S_i \Lambda_i`, ``(N,)``, float64. From 1 on a data point's own curvature is at least all
+            that the posterior has along some direction of its outputs: there is no posterior of the others.
+        influence: :math:`m_{-i} - f_i = S_{-i} g_i`, ``(N, ...)`` of the outputs' shape, float64: how far the outputs move when the data
+            point is left out; nan where it is not defined.
+        total_leverage: the sum of the traces of :math:`S_i \Lambda_i`, 0-dim float64: the sum of ``la.effective_parameters()`` where the
+            posterior has the exact Gauss-Newton matrix of these data.
+    """
+
+    log_density: Tensor
+    leverage: Tensor
+    influence: Tensor
+    total_leverage: Tensor
+
+    @property
+    def n_undefined(self) -> int:
+        """How many data points have a leverage of 1 or more."""
+        return int((self.leverage >= 1).sum())
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of the defined log densities, 0-dim float64."""
+        return self.log_density.nansum()
+
+    @property
+    def nll(self) -> Tensor:
+        """The mean of the defined negative log densities, 0-dim float64: an estimate of the NLL of test data."""
+        return -self.log_density.nanmean()
+
+    def __repr__(self) -> str:
+        count = len(self.leverage)
+        largest = f"{self.leverage.max().item():.3g}" if count else "none"
+        return (
+            f"{type(self).__name__}({count} data points, {self.n_undefined} undefined, nll={self.nll.item():.4g}, "
+            f"largest leverage {largest}, total leverage {self.total_leverage.item():.4g})"
+        )
+
+
+class Part(NamedTuple):
+    """Of some data points under one posterior: see :class:`LeaveOneOut`. ``traces`` are those of :math:`S_i \\Lambda_i`, ``(N,)``."""
+
+    log_density: Tensor
+    leverage: Tensor
+    influence: Tensor
+    traces: Tensor
+
+
+class Prediction(NamedTuple):
+    """How densities come from Gaussian outputs: arguments of a call of an approximation."""
+
+    link_approx: str = "probit"
+    n_samples: int = 100
+    generator: torch.Generator | None = None
+    mean: str = "network"
+
+
+def leave_one_out(la: Predictive, loader: Iterable[Any], how: Prediction, progress_bar: bool) -> LeaveOneOut:
+    """Of la's posterior; see :meth:`ella_cuda.laplace.KronLaplace.leave_one_out`."""
+    found = [part for _, part in parts_under(la, [la.posterior_precision], loader, how, "leave_one_out", progress_bar)]
+    log_density, leverage, influence, traces = (torch.cat(each) for each in zip(*found, strict=True))
+    return LeaveOneOut(log_density, leverage, influence, traces.sum())
+
+
+def best_of(
+    la: Predictive, precisions: Sequence[Tensor], loader: Iterable[Any], how: Prediction, progress_bar: bool
+) -> Tensor:
+    """The prior precisions, one value for each tensor, with the largest sum of leave-one-out log densities among those under which all are
+    defined; ValueError where there are none."""
+    weight = data_weight(la)
+    posteriors = [la._posterior(precision, weight) for precision in precisions]
+    totals = weight.new_zeros(len(precisions))
+    undefined = torch.zeros_like(totals)
+    for place, part in parts_under(la, posteriors, loader, how, "optimize_prior_precision", progress_bar):
+        totals[place] += part.log_density.nansum()
+        undefined[place] += (part.leverage >= 1).sum()
+    possible = (undefined == 0) & totals.isfinite()
+    if not possible.any():
+        raise ValueError(
+            "optimize_prior_precision: method='loo' takes precisions under which no data point has a leverage of 1 or more, which none of "
+            f"the grid is: at its end {int(undefined[-1])} have; increase log_prior_prec_max, now at precisions up to "
+            f"{precisions[-1].max().item():.3g}."
+        )
+    return precisions[int(totals.where(possible, -math.inf).argmax())]
+
+
+@torch.no_grad()
+def parts_under(
+    la: Predictive,
+    posteriors: Sequence[Posterior],
+    loader: Iterable[Any],
+    how: Prediction,
+    where: str,
+    progress_bar: bool,
+) -> Iterator[tuple[int, Part]]:
+    """Parts of the loader's data with the posterior's place, for one pass through the network where a data point's covariances under all
+    posteriors are within ``la.memory_budget``.
+
+    Raises:
+        ValueError: the loader gave no data, or more than the fit had; targets do not fit.
+        MemoryError: a data point has too many outputs.
+        FloatingPointError: outputs are not finite.
+
+    Warns:
+        UserWarning: as many data as the fit's have another log likelihood.
+    """
+    la.fitted_model.require_unchanged()
+    count, statistic = 0, la.statistic.new_zeros(())
+    for batch in tqdm(loader, desc="leave one out", disable=not progress_bar, leave=False):
+        x, y = pair_on(batch, la.fitted_model.device, where, la.fitted_model.keys)
+        if len(y) != data_points(x):
+            raise ValueError(f"{where}: expected a target for each data point, got {len(y)} for {data_points(x)}.")
+        count += len(y)
+        if count > la.n_data:
+            raise ValueError(
+                f"{where}: the loader must yield data of the fit, which had {la.n_data} data points, and yields more; pass the fit's loader."
+            )
+        begin = 0
+        while begin < len(y):
+            points, together = _room(la, len(posteriors), where)
+            which = slice(begin, begin + points)
+            for first in range(0, len(posteriors), together):
+                some = posteriors[first : first + together]
+                outputs, covariances = la._moments_under(la.fitted_model.inputs(take(x, which)), some)
+                likelihood = la.likelihood_function
+                mean = outputs + la._shift(take(x, which), how.mean)
+                likelihood.check(mean, y[which])
+                statistic += 0 if first else likelihood.statistic(outputs, y[which])
+                for place, covariance in enumerate(covariances, first):
+                    yield place, _left_out(la, mean, covariance, y[which], how, begin)
+            begin += points
+    if not count:
+        raise ValueError(f"{where}: the loader gave no data; pass a re-iterable loader such as a DataLoader.")
+    if count == la.n_data and (statistic - la.statistic).abs() > APART * (1 + la.statistic.abs()):
+        warnings.warn(
+            f"{where}: the loader's data are as many as the fit's but have another log likelihood ({statistic.item():.6g}, not "
+            f"{la.statistic.item():.6g}, up to a normaliser), so that it is not they that are left out; pass the fit's data without "
+            "random augmentation.",
+            stacklevel=4,
+        )
+
+
+def _room(la: Predictive, count: int, where: str) -> tuple[int, int]:
+    """How many data points, and posteriors of ``count``, go together; MemoryError where there is no room for one."""
+    each = 8 * la.n_outputs**2
+    room = la.memory_budget // each
+    if room <= BESIDE:
+        raise MemoryError(
+            f"{where}: a data point has {la.n_outputs:,} outputs, whose covariances take {(BESIDE + 1) * each:,} bytes at once, more than "
+            f"memory_budget={la.memory_budget:,}; give the approximation a larger memory_budget."
+        )
+    together = min(count, room - BESIDE)
+    return room // (together + BESIDE), together
+
+
+@in_own_precision
+def _left_out(la: Predictive, mean: Tensor, covariance: Tensor, targets: Tensor, how: Prediction, begin: int) -> Part:
+    r"""Of data points with Gaussian outputs under the posterior of all data, mean ``(N, ...)`` and covariance ``(N, E, E)``.
+
+    With :math:`R R^T = \Lambda` and :math:`R^T S R = Q \mathrm{diag}(\lambda) Q^T`, which has the eigenvalues of :math:`S \Lambda`,
+    :math:`(I - S \Lambda)^{-1} S = S + S R Q\, \mathrm{diag}(1 / (1 - \lambda))\, Q^T R^T S`.
+    """
+    likelihood, weight = la.likelihood_function, data_weight(la)
+    mean, covariance = mean.double(), covariance.double()
+    root = likelihood.columns(mean, targets)
+    root = root[0 : len(root)].double().flatten(2).permute(1, 2, 0) * weight.sqrt()  # (N, E, columns)
+    pushed = covariance @ root
+    inner = root.mT @ pushed
+    if not inner.isfinite().all():
+        which = int((~inner.flatten(1).isfinite().all(1)).nonzero()[0])
+        raise FloatingPointError(
+            f"the leverage of a data point is not finite: number {begin + which} of its batch; check the data and the network's outputs."
+        )
+    values, vectors = torch.linalg.eigh(inner)
+    leverage = values[:, -1]
+    defined = leverage < 1
+    gain = torch.where(defined[:, None], 1 / (1 - values), 0.0)
+    pushed = pushed @ vectors
+    covariance = covariance + (pushed * gain[:, None]) @ pushed.mT
+    slope = weight * likelihood.gradient(mean, targets)
+    influence = (covariance @ slope.flatten(1)[..., None]).view_as(mean)
+    density = _log_density(la, mean + influence, covariance, targets, how)
+    nowhere = ~defined
+    return Part(
+        density.masked_fill(nowhere, math.nan),
+        leverage,
+        influence.masked_fill(nowhere.view(-1, *[1] * (mean.dim() - 1)), math.nan),
+        values.sum(1),
+    )
+
+
+def _log_density(la: Predictive, mean: Tensor, covariance: Tensor, targets: Tensor, how: Prediction) -> Tensor:
+    """The log densities of targets ``(N,)`` under Gaussian outputs, by the likelihood's predictive."""
+    likelihood, link = la.likelihood_function, how.link_approx
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    if not likelihood.has_classes:
+        spread = covariance if likelihood.couples_outputs else variance.view_as(mean)
+        predictions: Any = mean, spread
+    elif link == "mc":
+        total = torch.zeros_like(mean)
+        for sample in gaussian_outputs(mean, by_position(mean, covariance), how.n_samples, how.generator):
+            total += likelihood.response(sample)
+        predictions = total / how.n_samples
+    else:
+        alone = link in DIAGONAL or not likelihood.couples_outputs
+        predictions = likelihood.probabilities(link, mean, by_position(mean, variance if alone else covariance))
+    found = likelihood.log_predictive(predictions, targets, la.sigma_noise, how.n_samples)
+    if not found.dim() or len(found) != len(mean):
+        raise TypeError(
+            f"leave one out: log_predictive of {likelihood!r} must return log densities of data points, (N, ...) for N = {len(mean)}, got "
+            f"shape {tuple(found.shape)}."
+        )
+    return found.reshape(len(mean), -1).sum(1)
+
+
+def gaussian_outputs(
+    mean: Tensor, covariance: Tensor, n_samples: int, generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    """Samples of Gaussian outputs, ``(N, ..., K)`` each, from covariances ``(N, ..., K, K)``, singular ones too, float64."""
+    values, vectors = torch.linalg.eigh(covariance)
+    root = vectors * values.clamp(min=0).sqrt()[..., None, :]
+    where = mean.device if generator is None else generator.device
+    for _ in range(n_samples):
+        drawn = torch.randn(mean.shape, dtype=mean.dtype, device=where, generator=generator).to(mean.device)
+        yield mean + (root @ drawn[..., None])[..., 0]

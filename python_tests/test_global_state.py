@@ -216,6 +216,12 @@ def everything_of(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
         la = kind(model).fit([(x, y)])
         la.optimize_prior_precision(method="gridsearch", prior_structure="scalar", val_loader=[(x, y)], grid_size=3)
         found += [la.log_marginal_likelihood(), la(x), la.fit_linear_mode([(x, y)]), la.prior_precision]
+        la.optimize_prior_precision(method="loo", prior_structure="scalar", grid_size=3)
+        found += [
+            la.influence().score,
+            la.uncertainty(x, generator=torch.Generator("cpu").manual_seed(0)).total,
+            la.prior_precision,
+        ]
         again = kind(model)
         again.load_state_dict(la.state_dict())
         found.append(again.functional_variance(x))

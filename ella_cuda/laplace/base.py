@@ -51,7 +51,7 @@ from ella_cuda.laplace.evidence import (
 from ella_cuda.laplace.factors import CHECKSUM, require_checksum, with_checksum
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.interception import hooks
-from ella_cuda.laplace.leave_one_out import LeaveOneOut, Prediction, best_of, leave_one_out
+from ella_cuda.laplace.leave_one_out import Influence, LeaveOneOut, Prediction, best_of, leave_one_out
 from ella_cuda.laplace.likelihoods import IGNORED, LINKS, Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, solve
 from ella_cuda.laplace.parameters import Value, as_float64, buffer_sums, check_choice, fingerprint_of, positive_number
@@ -71,6 +71,7 @@ from ella_cuda.laplace.tuning import (
     raise_evidence,
     warn_of_motion,
 )
+from ella_cuda.laplace.uncertainty import Uncertainty, uncertainty
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.nn._sizes import as_count
@@ -637,7 +638,9 @@ class BaseLaplace(Predictive):
             n_steps: how many steps, at most.
             lr: of Adam, in units of the logarithm.
             init_prior_prec: where "marglik" and "mackay" start; None is ``self.prior_precision``. The evidence at the linear mode can have
-                several maxima where groups have their own precisions; the network's choice is a good start.
+                several maxima where groups have their own precisions; the network's choice is a good start. For "loo" the precisions that
+                the network was trained with, at which its outputs' means lose a data point; None is those of the grid, which with the
+                network's outputs held choose a narrow posterior nearly always.
             prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`: "layerwise" (none), "module",
                 "normalised" or "scalar" (all); "gridsearch" takes "scalar" alone. "loo" takes "scalar", or "layerwise": one factor of all the
                 present precisions.
@@ -697,9 +700,11 @@ class BaseLaplace(Predictive):
                 self._prior_precision = precisions_of(self, init_prior_prec, "init_prior_prec").clone()
             if method == "loo":
                 now = self.prior_precision.detach()
+                start = None if init_prior_prec is None else now
                 now = torch.ones_like(now) if prior_structure == "scalar" else now
                 how = Prediction(link_approx, n_samples)
-                self.prior_precision = best_of(self, [now * factor for factor in grid], loader, how, progress_bar)
+                grid = [now * factor for factor in grid]
+                self.prior_precision = best_of(self, grid, start, loader, how, progress_bar)
             elif at == "linear":
 
                 def find(inner: float) -> None:
@@ -739,7 +744,6 @@ class BaseLaplace(Predictive):
 
     # leaving out -----------------------------------------------------------------------------------------------------
 
-    @running_the_model
     def leave_one_out(
         self,
         loader: Iterable[Any] | None = None,
@@ -785,6 +789,52 @@ class BaseLaplace(Predictive):
         check_choice("mean", mean, MEANS)
         how = Prediction(link_approx, as_count("n_samples", n_samples), generator, mean)
         return leave_one_out(self, self._training_loader(loader, "leave_one_out: loader"), how, progress_bar)
+
+    def influence(
+        self, loader: Iterable[Any] | None = None, link_approx: str = "probit", *, progress_bar: bool = False
+    ) -> Influence:
+        """Rank the fit's data points by how much all others contradict their targets: those with likely wrong labels come first.
+
+        The score is minus the log density of :meth:`leave_one_out`, which has the arguments and raises the same. It takes a posterior under
+        which leverages are below 1: choose the precisions by ``optimize_prior_precision(method="loo")`` before.
+
+        Warns:
+            UserWarning: data points have a leverage of 1 or more, hence no score; and as :meth:`leave_one_out`.
+        """
+        found = self.leave_one_out(loader, link_approx, progress_bar=progress_bar)
+        if found.n_undefined:
+            warnings.warn(
+                f"influence: {found.n_undefined} of {len(found.leverage)} data points have a leverage of 1 or more and no score; call "
+                'optimize_prior_precision(method="loo") first.',
+                stacklevel=2,
+            )
+        return Influence(**vars(found))
+
+    def uncertainty(
+        self, x: Any, n_samples: int = 1000, generator: torch.Generator | None = None, *, mean: str = "network"
+    ) -> Uncertainty:
+        """Split the uncertainty of predictions into that of the data and that of the parameters.
+
+        The entropy of the predictive is the expected entropy of the target given the parameters, plus the mutual information of both. Of
+        classes the entropies are averages over samples of each data point's Gaussian outputs; a regression's are closed forms, differential
+        entropies of all outputs together, noise included. Of several positions, or several binary outputs, entropies are summed.
+
+        Args:
+            x, mean: as of a call.
+            n_samples, generator: of the outputs of classes; the mutual information is too small by about a share of ``1 / n_samples``.
+
+        Returns:
+            ``total``, ``aleatoric`` and ``epistemic``, ``(N,)`` each, nats.
+
+        Raises:
+            NotImplementedError: the likelihood has neither classes nor a closed form: poisson, heteroscedastic.
+            MemoryError, RuntimeError, ValueError, FloatingPointError: as :meth:`leave_one_out`.
+
+        Source: Houlsby et al., "Bayesian active learning for classification and preference learning", 2011, equation 2; Depeweg et al.,
+        "Decomposition of uncertainty in Bayesian deep learning", ICML 2018, section 3.
+        """
+        check_choice("mean", mean, MEANS)
+        return uncertainty(self, x, as_count("n_samples", n_samples), generator, mean)
 
     # saving ----------------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from ella_cuda.laplace.batches import data_points, pair_on, take
 from ella_cuda.laplace.evidence import data_weight
-from ella_cuda.laplace.likelihoods import DIAGONAL, by_position
+from ella_cuda.laplace.likelihoods import DIAGONAL, by_position, gaussian_outputs
 from ella_cuda.laplace.posterior import Posterior
-from ella_cuda.ops._precision import in_own_precision
+from ella_cuda.modes import running_the_model
+from ella_cuda.ops._precision import in_own_precision, without_autocast
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.predictive import Predictive
@@ -68,13 +69,36 @@ class LeaveOneOut:
         )
 
 
-class Part(NamedTuple):
-    """Of some data points under one posterior: see :class:`LeaveOneOut`. ``traces`` are those of :math:`S_i \\Lambda_i`, ``(N,)``."""
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Influence(LeaveOneOut):
+    """A :class:`LeaveOneOut` that ranks data points by how much the others contradict their targets.
 
-    log_density: Tensor
+    Attributes:
+        score: minus the log density, ``(N,)``, nats, float64: large where all other data expect another target; nan where it is not defined.
+        order: the data points' numbers, ``(N,)``, int64, from the most contradicted on; those without a score come last.
+    """
+
+    @property
+    def score(self) -> Tensor:
+        return -self.log_density
+
+    @property
+    def order(self) -> Tensor:
+        return self.score.nan_to_num(-math.inf).argsort(descending=True, stable=True)
+
+
+class Left(NamedTuple):
+    """Of some data points under one posterior: leverages and traces ``(N,)`` of :math:`S_i \\Lambda_i`, influences ``(N, ...)`` and
+    covariances ``(N, E, E)`` without them, the latter two of any values where the leverage is 1 or more."""
+
     leverage: Tensor
-    influence: Tensor
     traces: Tensor
+    influence: Tensor
+    covariance: Tensor
+
+    @property
+    def undefined(self) -> Tensor:
+        return self.leverage >= 1
 
 
 class Prediction(NamedTuple):
@@ -86,25 +110,58 @@ class Prediction(NamedTuple):
     mean: str = "network"
 
 
+@running_the_model
+@torch.no_grad()
 def leave_one_out(la: Predictive, loader: Iterable[Any], how: Prediction, progress_bar: bool) -> LeaveOneOut:
     """Of la's posterior; see :meth:`ella_cuda.laplace.KronLaplace.leave_one_out`."""
-    found = [part for _, part in parts_under(la, [la.posterior_precision], loader, how, "leave_one_out", progress_bar)]
+    found = []
+    for _, mean, targets, left in left_out(la, [la.posterior_precision], loader, how, "leave_one_out", progress_bar):
+        density = _log_density(la, mean + left.influence, left.covariance, targets, how)
+        nowhere = left.undefined.view(-1, *[1] * (mean.dim() - 1))
+        density, influence = (
+            v.masked_fill(at, math.nan) for v, at in ((density, left.undefined), (left.influence, nowhere))
+        )
+        found.append((density, left.leverage, influence, left.traces))
     log_density, leverage, influence, traces = (torch.cat(each) for each in zip(*found, strict=True))
     return LeaveOneOut(log_density, leverage, influence, traces.sum())
 
 
+@running_the_model
+@torch.no_grad()
 def best_of(
-    la: Predictive, precisions: Sequence[Tensor], loader: Iterable[Any], how: Prediction, progress_bar: bool
+    la: Predictive,
+    precisions: Sequence[Tensor],
+    start: Tensor | None,
+    loader: Iterable[Any],
+    how: Prediction,
+    progress_bar: bool,
 ) -> Tensor:
     """The prior precisions, one value for each tensor, with the largest sum of leave-one-out log densities among those under which all are
-    defined; ValueError where there are none."""
+    defined; ValueError where there are none.
+
+    Args:
+        start: precisions under which the means are those without the data point; a warning says how many data points have none and no part in
+            the sum. None is those whose covariance it is.
+    """
     weight = data_weight(la)
-    posteriors = [la._posterior(precision, weight) for precision in precisions]
-    totals = weight.new_zeros(len(precisions))
+    tried = [*precisions] if start is None else [start, *precisions]
+    posteriors = [la._posterior(precision, weight) for precision in tried]
+    totals = weight.new_zeros(len(tried))
     undefined = torch.zeros_like(totals)
-    for place, part in parts_under(la, posteriors, loader, how, "optimize_prior_precision", progress_bar):
-        totals[place] += part.log_density.nansum()
-        undefined[place] += (part.leverage >= 1).sum()
+    for place, mean, targets, left in left_out(la, posteriors, loader, how, "optimize_prior_precision", progress_bar):
+        if start is None or not place:
+            means = left
+        density = _log_density(la, mean + means.influence, left.covariance, targets, how)
+        totals[place] += density[~(means.undefined | left.undefined)].sum()
+        undefined[place] += (left.undefined if means is left else left.undefined & ~means.undefined).sum()
+    if start is not None:
+        unknown, undefined, totals = int(undefined[0]), undefined[1:], totals[1:]
+        if unknown:
+            warnings.warn(
+                f"optimize_prior_precision: under init_prior_prec {unknown} data points have a leverage of 1 or more, and no part in "
+                "the choice.",
+                stacklevel=5,
+            )
     possible = (undefined == 0) & totals.isfinite()
     if not possible.any():
         raise ValueError(
@@ -115,17 +172,16 @@ def best_of(
     return precisions[int(totals.where(possible, -math.inf).argmax())]
 
 
-@torch.no_grad()
-def parts_under(
+def left_out(
     la: Predictive,
     posteriors: Sequence[Posterior],
     loader: Iterable[Any],
     how: Prediction,
     where: str,
     progress_bar: bool,
-) -> Iterator[tuple[int, Part]]:
-    """Parts of the loader's data with the posterior's place, for one pass through the network where a data point's covariances under all
-    posteriors are within ``la.memory_budget``.
+) -> Iterator[tuple[int, Tensor, Tensor, Left]]:
+    """The posterior's place, means, targets and what is left of some of the loader's data, for one pass through the network where a data
+    point's covariances under all posteriors are within ``la.memory_budget``; places come in order.
 
     Raises:
         ValueError: the loader gave no data, or more than the fit had; targets do not fit.
@@ -148,17 +204,18 @@ def parts_under(
             )
         begin = 0
         while begin < len(y):
-            points, together = _room(la, len(posteriors), where)
+            points, together = room(la, len(posteriors), where)
             which = slice(begin, begin + points)
             for first in range(0, len(posteriors), together):
                 some = posteriors[first : first + together]
                 outputs, covariances = la._moments_under(la.fitted_model.inputs(take(x, which)), some)
                 likelihood = la.likelihood_function
                 mean = outputs + la._shift(take(x, which), how.mean)
-                likelihood.check(mean, y[which])
-                statistic += 0 if first else likelihood.statistic(outputs, y[which])
+                with without_autocast(mean.device.type):
+                    likelihood.check(mean, y[which])
+                    statistic += 0 if first else likelihood.statistic(outputs, y[which])
                 for place, covariance in enumerate(covariances, first):
-                    yield place, _left_out(la, mean, covariance, y[which], how, begin)
+                    yield place, mean.double(), y[which], _without(la, mean, covariance, y[which], begin)
             begin += points
     if not count:
         raise ValueError(f"{where}: the loader gave no data; pass a re-iterable loader such as a DataLoader.")
@@ -167,25 +224,25 @@ def parts_under(
             f"{where}: the loader's data are as many as the fit's but have another log likelihood ({statistic.item():.6g}, not "
             f"{la.statistic.item():.6g}, up to a normaliser), so that it is not they that are left out; pass the fit's data without "
             "random augmentation.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
-def _room(la: Predictive, count: int, where: str) -> tuple[int, int]:
+def room(la: Predictive, count: int, where: str) -> tuple[int, int]:
     """How many data points, and posteriors of ``count``, go together; MemoryError where there is no room for one."""
     each = 8 * la.n_outputs**2
-    room = la.memory_budget // each
-    if room <= BESIDE:
+    most = la.memory_budget // each
+    if most <= BESIDE:
         raise MemoryError(
             f"{where}: a data point has {la.n_outputs:,} outputs, whose covariances take {(BESIDE + 1) * each:,} bytes at once, more than "
             f"memory_budget={la.memory_budget:,}; give the approximation a larger memory_budget."
         )
-    together = min(count, room - BESIDE)
-    return room // (together + BESIDE), together
+    together = min(count, most - BESIDE)
+    return most // (together + BESIDE), together
 
 
 @in_own_precision
-def _left_out(la: Predictive, mean: Tensor, covariance: Tensor, targets: Tensor, how: Prediction, begin: int) -> Part:
+def _without(la: Predictive, mean: Tensor, covariance: Tensor, targets: Tensor, begin: int) -> Left:
     r"""Of data points with Gaussian outputs under the posterior of all data, mean ``(N, ...)`` and covariance ``(N, E, E)``.
 
     With :math:`R R^T = \Lambda` and :math:`R^T S R = Q \mathrm{diag}(\lambda) Q^T`, which has the eigenvalues of :math:`S \Lambda`,
@@ -204,22 +261,15 @@ def _left_out(la: Predictive, mean: Tensor, covariance: Tensor, targets: Tensor,
         )
     values, vectors = torch.linalg.eigh(inner)
     leverage = values[:, -1]
-    defined = leverage < 1
-    gain = torch.where(defined[:, None], 1 / (1 - values), 0.0)
+    gain = torch.where((leverage < 1)[:, None], 1 / (1 - values), 0.0)
     pushed = pushed @ vectors
     covariance = covariance + (pushed * gain[:, None]) @ pushed.mT
     slope = weight * likelihood.gradient(mean, targets)
     influence = (covariance @ slope.flatten(1)[..., None]).view_as(mean)
-    density = _log_density(la, mean + influence, covariance, targets, how)
-    nowhere = ~defined
-    return Part(
-        density.masked_fill(nowhere, math.nan),
-        leverage,
-        influence.masked_fill(nowhere.view(-1, *[1] * (mean.dim() - 1)), math.nan),
-        values.sum(1),
-    )
+    return Left(leverage, values.sum(1), influence, covariance)
 
 
+@in_own_precision
 def _log_density(la: Predictive, mean: Tensor, covariance: Tensor, targets: Tensor, how: Prediction) -> Tensor:
     """The log densities of targets ``(N,)`` under Gaussian outputs, by the likelihood's predictive."""
     likelihood, link = la.likelihood_function, how.link_approx
@@ -242,15 +292,3 @@ def _log_density(la: Predictive, mean: Tensor, covariance: Tensor, targets: Tens
             f"shape {tuple(found.shape)}."
         )
     return found.reshape(len(mean), -1).sum(1)
-
-
-def gaussian_outputs(
-    mean: Tensor, covariance: Tensor, n_samples: int, generator: torch.Generator | None
-) -> Iterator[Tensor]:
-    """Samples of Gaussian outputs, ``(N, ..., K)`` each, from covariances ``(N, ..., K, K)``, singular ones too, float64."""
-    values, vectors = torch.linalg.eigh(covariance)
-    root = vectors * values.clamp(min=0).sqrt()[..., None, :]
-    where = mean.device if generator is None else generator.device
-    for _ in range(n_samples):
-        drawn = torch.randn(mean.shape, dtype=mean.dtype, device=where, generator=generator).to(mean.device)
-        yield mean + (root @ drawn[..., None])[..., 0]

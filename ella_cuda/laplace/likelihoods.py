@@ -7,7 +7,7 @@ import math
 import operator
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Integral
 from typing import Any, ClassVar, TypeVar
 
@@ -140,6 +140,18 @@ def by_position(mean: Tensor, covariance: Tensor) -> Tensor:
     return blocks.movedim(-1, 1).reshape(*mean.shape, classes)
 
 
+def gaussian_outputs(
+    mean: Tensor, covariance: Tensor, n_samples: int, generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    """Samples of Gaussian outputs, ``(N, ..., K)`` each, from covariances ``(N, ..., K, K)``, singular ones too, float64."""
+    values, vectors = torch.linalg.eigh(covariance)
+    root = vectors * values.clamp(min=0).sqrt()[..., None, :]
+    where = mean.device if generator is None else generator.device
+    for _ in range(n_samples):
+        drawn = torch.randn(mean.shape, dtype=mean.dtype, device=where, generator=generator).to(mean.device)
+        yield mean + (root @ drawn[..., None])[..., 0]
+
+
 def bytes_each(columns: Columns | Tensor) -> int:
     """The bytes that a further column takes until it is there: none where all are."""
     return columns.bytes_each if isinstance(columns, Columns) else 0
@@ -233,6 +245,32 @@ class Likelihood(ABC):
         outputs = (self.at_normal(mean, variance, one) for one in drawn)
         each = [self.log_prob(f, targets).reshape(len(targets), -1).sum(1) for f in outputs]
         return torch.logsumexp(torch.stack(each), 0) - math.log(n_samples)
+
+    def entropy(self, probabilities: Tensor) -> Tensor:
+        """Of targets with these probabilities, ``(N, ..., K)``: parts, ``(N, ...)``, nats."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define entropy for uncertainties; those of its targets are not known."
+        )
+
+    def uncertainty(
+        self, mean: Tensor, covariance: Tensor, sigma_noise: Tensor, n_samples: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """The entropy of the predictive under Gaussian outputs, and what of it stays when the outputs are known: the sum over a data point's
+        targets, ``(N,)`` each, nats, float64. Here by samples, of a likelihood with classes.
+
+        Args:
+            mean: ``(N, ...)``, float64. covariance: ``(N, E, E)`` of a data point's E outputs.
+        """
+        if not self.has_classes:
+            raise NotImplementedError(
+                f"{type(self).__name__} must define uncertainty, whose closed form is not known without classes."
+            )
+        total, alone = torch.zeros_like(mean), mean.new_zeros(len(mean))
+        for sample in gaussian_outputs(mean, by_position(mean, covariance), n_samples, generator):
+            probabilities = self.response(sample)
+            total += probabilities
+            alone += self.entropy(probabilities).flatten(1).sum(1)
+        return self.entropy(total / n_samples).flatten(1).sum(1), alone / n_samples
 
     def at_normal(self, mean: Tensor, variance: Tensor, numbers: Tensor) -> Tensor:
         """Independent Gaussian outputs at standard normal numbers; of a likelihood that not all outputs are admitted by, the Gaussian of
@@ -430,6 +468,9 @@ class Classification(Likelihood):
     def probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
         return softmax_probabilities(link, mean, covariance)
 
+    def entropy(self, probabilities: Tensor) -> Tensor:
+        return torch.special.entr(probabilities).sum(-1, keepdim=True)
+
     def log_predictive(self, predictions: Any, targets: Tensor, sigma_noise: Tensor, n_samples: int = 100) -> Tensor:
         counted = self._counted(targets)
         places = targets.long().masked_fill(~counted, 0)[..., None]
@@ -510,6 +551,17 @@ class Regression(IndependentLikelihood):
         whole = variance + sigma_noise.square()
         return -0.5 * ((targets - mean).square() / whole + (2 * math.pi * whole).log())
 
+    def uncertainty(
+        self, mean: Tensor, covariance: Tensor, sigma_noise: Tensor, n_samples: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Differential entropies, in closed form."""
+        ratio = covariance / sigma_noise.square() + torch.eye(
+            covariance.shape[1], dtype=covariance.dtype, device=covariance.device
+        )
+        alone = covariance.shape[1] * (0.5 * math.log(2 * math.pi * math.e) + sigma_noise.log())
+        known = torch.linalg.cholesky(ratio).diagonal(dim1=1, dim2=2).log().sum(1)
+        return alone + known, alone.expand(len(mean))
+
     def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
         """The unit vectors; all of one size, so that none is left out."""
         return unit_columns(outputs)
@@ -562,6 +614,9 @@ class Binary(_Discrete):
         p = predictions.double()
         right = torch.where(_matching(predictions, targets) == 1, p, 1 - p)
         return right.clamp(min=SMALLEST_PROBABILITY).log()
+
+    def entropy(self, probabilities: Tensor) -> Tensor:
+        return torch.special.entr(probabilities) + torch.special.entr(1 - probabilities)
 
     def hits(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         right = (outputs > 0) == (_matching(outputs, targets) == 1)

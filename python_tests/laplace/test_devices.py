@@ -187,6 +187,8 @@ def test_other_posteriors(device, make):
         chosen = {"subnetwork_indices": torch.arange(0, 40, 3)} if make is SubnetLaplace else {}
         la = make(model, prior_precision=0.5, **chosen).fit([(x, y)])
         values.append([la.log_marginal_likelihood(), la(x[:5]), la.functional_variance(x[:5])])
+        left = la.leave_one_out()
+        values[-1] += [left.log_density.nan_to_num(0.0), left.leverage, left.influence.nan_to_num(0.0)]
     for found, wanted in zip(*values, strict=True):
         assert_close(found, wanted)
 

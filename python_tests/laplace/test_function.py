@@ -79,6 +79,9 @@ WAYS = {
     "grid search": lambda la, x, y: la.optimize_prior_precision(
         method="gridsearch", prior_structure="scalar", val_loader=[(x, y)], grid_size=3
     ),
+    "leave one out": lambda la, x, y: la.leave_one_out([(x, y)]),
+    "loo": lambda la, x, y: la.optimize_prior_precision(method="loo", grid_size=2),
+    "uncertainty": lambda la, x, y: la.uncertainty(x),
     "rounds": lambda la, x, y: la.optimize_prior_precision(at="linear", n_steps=1),
     "prior mean": lambda la, x, y: setattr(la, "prior_mean", 0.1),
 }

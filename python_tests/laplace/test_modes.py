@@ -173,7 +173,7 @@ def noting(name):
     return method
 
 
-WATCHED = ("loss", "statistic", "probabilities", "response", "log_predictive")
+WATCHED = ("loss", "statistic", "probabilities", "response", "log_predictive", "gradient", "entropy")
 for watched in WATCHED:
     setattr(Watching, watched, noting(watched))
 
@@ -193,6 +193,8 @@ def test_likelihoods_and_optimizers_of_a_user_compute_without_autocast(case, dev
         la(x, link_approx="mc", n_samples=2)
         la.predictive_samples(x, n_samples=2)
         la.optimize_prior_precision(method="gridsearch", prior_structure="scalar", val_loader=[(x, y)], grid_size=2)
+        la.leave_one_out([(x, y)])
+        la.uncertainty(x, 2)
     assert Watching.seen.keys() == {"step", *WATCHED} and not any(map(any, Watching.seen.values()))
 
 

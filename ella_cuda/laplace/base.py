@@ -51,7 +51,7 @@ from ella_cuda.laplace.evidence import (
 from ella_cuda.laplace.factors import CHECKSUM, require_checksum, with_checksum
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.interception import hooks
-from ella_cuda.laplace.leave_one_out import Influence, LeaveOneOut, Prediction, best_of, leave_one_out
+from ella_cuda.laplace.leave_one_out import Influence, LeaveOneOut, Prediction, best_of, influence, leave_one_out
 from ella_cuda.laplace.likelihoods import IGNORED, LINKS, Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, solve
 from ella_cuda.laplace.parameters import Value, as_float64, buffer_sums, check_choice, fingerprint_of, positive_number
@@ -795,20 +795,17 @@ class BaseLaplace(Predictive):
     ) -> Influence:
         """Rank the fit's data points by how much all others contradict their targets: those with likely wrong labels come first.
 
-        The score is minus the log density of :meth:`leave_one_out`, which has the arguments and raises the same. It takes a posterior under
-        which leverages are below 1: choose the precisions by ``optimize_prior_precision(method="loo")`` before.
+        The score is minus the log density of :meth:`leave_one_out`, whose arguments these are, under a posterior in which each data point has
+        one: of the present precisions times 1, 10, ..., a million, the first under which all leverages are below 1. One
+        pass; the approximation stays as it is.
 
-        Warns:
-            UserWarning: data points have a leverage of 1 or more, hence no score; and as :meth:`leave_one_out`.
+        Raises:
+            ValueError: there is no such factor; and as :meth:`leave_one_out`, as other errors are.
         """
-        found = self.leave_one_out(loader, link_approx, progress_bar=progress_bar)
-        if found.n_undefined:
-            warnings.warn(
-                f"influence: {found.n_undefined} of {len(found.leverage)} data points have a leverage of 1 or more and no score; call "
-                'optimize_prior_precision(method="loo") first.',
-                stacklevel=2,
-            )
-        return Influence(**vars(found))
+        check_choice("link_approx", link_approx, LINKS)
+        return influence(
+            self, self._training_loader(loader, "influence: loader"), Prediction(link_approx), progress_bar
+        )
 
     def uncertainty(
         self, x: Any, n_samples: int = 1000, generator: torch.Generator | None = None, *, mean: str = "network"

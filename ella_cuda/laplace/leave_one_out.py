@@ -22,6 +22,7 @@ from ella_cuda.ops._precision import in_own_precision, without_autocast
 if TYPE_CHECKING:
     from ella_cuda.laplace.predictive import Predictive
 
+SCALES = tuple(10.0**k for k in range(7))  # of the precisions of a ranking
 BESIDE = 6  # matrices of a data point's outputs that are there beside the covariances
 APART = 1e-3  # of log likelihoods of the same data, relative
 
@@ -74,9 +75,13 @@ class Influence(LeaveOneOut):
     """A :class:`LeaveOneOut` that ranks data points by how much the others contradict their targets.
 
     Attributes:
-        score: minus the log density, ``(N,)``, nats, float64: large where all other data expect another target; nan where it is not defined.
-        order: the data points' numbers, ``(N,)``, int64, from the most contradicted on; those without a score come last.
+        scale: the factor of the prior precisions, the smallest power of ten from 1 on under which no data point has a leverage of
+            1 or more.
+        score: minus the log density, ``(N,)``, nats, float64: large where all other data expect another target.
+        order: the data points' numbers, ``(N,)``, int64, from the most contradicted on.
     """
+
+    scale: float
 
     @property
     def score(self) -> Tensor:
@@ -84,7 +89,7 @@ class Influence(LeaveOneOut):
 
     @property
     def order(self) -> Tensor:
-        return self.score.nan_to_num(-math.inf).argsort(descending=True, stable=True)
+        return self.score.argsort(descending=True, stable=True)
 
 
 class Left(NamedTuple):
@@ -114,16 +119,41 @@ class Prediction(NamedTuple):
 @torch.no_grad()
 def leave_one_out(la: Predictive, loader: Iterable[Any], how: Prediction, progress_bar: bool) -> LeaveOneOut:
     """Of la's posterior; see :meth:`ella_cuda.laplace.KronLaplace.leave_one_out`."""
-    found = []
-    for _, mean, targets, left in left_out(la, [la.posterior_precision], loader, how, "leave_one_out", progress_bar):
+    return _results(la, [la.posterior_precision], loader, how, "leave_one_out", progress_bar)[0]
+
+
+@running_the_model
+@torch.no_grad()
+def influence(la: Predictive, loader: Iterable[Any], how: Prediction, progress_bar: bool) -> Influence:
+    """See :meth:`ella_cuda.laplace.KronLaplace.influence`."""
+    weight, now = data_weight(la), la.prior_precision.detach()
+    posteriors = [la._posterior(now * scale, weight) for scale in SCALES]
+    for scale, found in zip(SCALES, _results(la, posteriors, loader, how, "influence", progress_bar), strict=True):
+        if not found.n_undefined:
+            return Influence(**vars(found), scale=scale)
+    raise ValueError(
+        f"influence: under {SCALES[-1]:g} times the prior precisions {found.n_undefined} data points have a leverage of 1 or more; set "
+        "larger prior_precision."
+    )
+
+
+def _results(
+    la: Predictive,
+    posteriors: Sequence[Posterior],
+    loader: Iterable[Any],
+    how: Prediction,
+    where: str,
+    progress_bar: bool,
+) -> list[LeaveOneOut]:
+    """Under each of the posteriors."""
+    found: list[list[tuple[Tensor, ...]]] = [[] for _ in posteriors]
+    for place, mean, targets, left in left_out(la, posteriors, loader, how, where, progress_bar):
         density = _log_density(la, mean + left.influence, left.covariance, targets, how)
         nowhere = left.undefined.view(-1, *[1] * (mean.dim() - 1))
-        density, influence = (
-            v.masked_fill(at, math.nan) for v, at in ((density, left.undefined), (left.influence, nowhere))
-        )
-        found.append((density, left.leverage, influence, left.traces))
-    log_density, leverage, influence, traces = (torch.cat(each) for each in zip(*found, strict=True))
-    return LeaveOneOut(log_density, leverage, influence, traces.sum())
+        density, shift = density.masked_fill(left.undefined, math.nan), left.influence.masked_fill(nowhere, math.nan)
+        found[place].append((density, left.leverage, shift, left.traces))
+    together = [[torch.cat(each) for each in zip(*parts, strict=True)] for parts in found]
+    return [LeaveOneOut(density, leverage, shift, traces.sum()) for density, leverage, shift, traces in together]
 
 
 @running_the_model
@@ -224,7 +254,7 @@ def left_out(
             f"{where}: the loader's data are as many as the fit's but have another log likelihood ({statistic.item():.6g}, not "
             f"{la.statistic.item():.6g}, up to a normaliser), so that it is not they that are left out; pass the fit's data without "
             "random augmentation.",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

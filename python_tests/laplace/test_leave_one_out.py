@@ -250,9 +250,15 @@ def test_a_leverage_of_one_or_more_is_undefined() -> None:
     assert found.total.item() == pytest.approx(found.log_density[~wrong].sum().item())
     assert found.nll.item() == pytest.approx(-found.log_density[~wrong].mean().item())
     assert f"{N} data points, {int(wrong.sum())} undefined" in repr(found)
-    with pytest.warns(UserWarning, match=f"{int(wrong.sum())} of {N} data points have a leverage of 1 or more"):
-        ranked = la.influence()
-    assert set(ranked.order[-int(wrong.sum()) :].tolist()) == set(wrong.nonzero().flatten().tolist())
+    ranked = la.influence()
+    assert ranked.scale > 1 and ranked.n_undefined == 0
+    la.prior_precision = 1e-2 * ranked.scale
+    torch.testing.assert_close(ranked.log_density, la.leave_one_out().log_density)
+    la.prior_precision = 1e-2 * ranked.scale / 10
+    assert la.leave_one_out().n_undefined
+    la.prior_precision = 1e-9
+    with pytest.raises(ValueError, match=r"influence: under 1e\+06 times the prior precisions \d+ data points"):
+        la.influence()
 
 
 def hessians(la: Any, x: Tensor) -> Tensor:
@@ -275,14 +281,16 @@ class Counting:
         return iter(self.loader)
 
 
-def test_memory_budget_and_batches_change_nothing() -> None:
+def test_memory_budget_and_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     la = KronLaplace(network(), prior_precision=3.0).fit(batches(labels()))
     wide = la.leave_one_out()
-    la.memory_budget = 8 * 9 * (6 + 3)  # three data points
+    la.memory_budget, passing, sizes = 8 * 9 * (6 + 3), la._moments_under, []
+    monkeypatch.setattr(la, "_moments_under", lambda x, *args: sizes.append(len(x)) or passing(x, *args))
     narrow, part = la.leave_one_out(), la.leave_one_out(batches(labels())[1:])
     for name in ("log_density", "leverage", "influence"):
         torch.testing.assert_close(getattr(narrow, name), getattr(wide, name), rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(getattr(part, name), getattr(wide, name)[10:], rtol=1e-10, atol=1e-12)
+    assert max(sizes) == 1 and len(sizes) == 24 + 14
     la.memory_budget = 8 * 9 * 6
     with pytest.raises(MemoryError, match=r"a data point has 3 outputs.* 504 bytes.*memory_budget=432"):
         la.leave_one_out()
@@ -366,7 +374,18 @@ def test_precisions_with_undefined_data_are_not_taken() -> None:
     assert totals[min(totals)] > totals[found] or undefined[min(undefined)] > 0
     assert found == max((p for p in totals if not undefined[p]), key=totals.__getitem__)
     with pytest.warns(UserWarning, match=f"under init_prior_prec {undefined[min(undefined)]} data points"):
-        la.optimize_prior_precision(**grid, log_prior_prec_max=6, init_prior_prec=1e-2)
+        found = la.optimize_prior_precision(**grid, log_prior_prec_max=6, init_prior_prec=1e-2)
+    la.prior_precision, f = 1e-2, la.model(x := la._loaders[0][0][0]).detach()
+    start, values = la.leave_one_out(), {}
+    known, y = start.leverage < 1, la._loaders[0][0][1]
+    for precision in torch.logspace(-2, 6, 5, dtype=torch.float64).tolist():
+        la.prior_precision = precision
+        if not (la.leave_one_out().leverage >= 1)[known].any():
+            s = la.functional_variance(x)
+            s = torch.linalg.solve(torch.eye(2, dtype=s.dtype) - s @ hessians(la, x), s).diagonal(dim1=1, dim2=2)
+            p = torch.softmax((f + start.influence) / (1 + math.pi / 8 * s).sqrt(), 1)[range(N), y]
+            values[precision] = p[known].log().sum().item()
+    assert found[0] == pytest.approx(max(values, key=values.__getitem__)) and len(values) > 1
     la.prior_precision = 0.5
     with pytest.raises(ValueError, match=r"none of the grid is: at its end \d+ have; increase log_prior_prec_max"):
         la.optimize_prior_precision(**grid, log_prior_prec_max=-1)

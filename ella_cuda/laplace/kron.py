@@ -51,7 +51,7 @@ class KronLaplace(BaseLaplace):
     r"""Laplace approximation of a network's posterior with block-Kronecker curvature.
 
     Every parameter tensor is a block of its own, with a prior precision of its own. Names follow laplace-torch. ``fit``
-    streams once over the data; the evidence
+    streams once over the data, or twice; the evidence
 
     .. math::
         \log q(D \mid \delta) = \log p(D \mid \theta)
@@ -183,7 +183,7 @@ class KronLaplace(BaseLaplace):
         generator: torch.Generator | None = None,
         group: Any = None,
     ) -> KronLaplace:
-        """One streaming pass over the data at the model's present parameters.
+        """One streaming pass over the data at the model's present parameters; with ``eigenvalue_correction`` a second one.
 
         The result does not depend on the batch size, but for what sequences are padded to, ``column_tolerance``, the draws of
         ``fisher="mc"`` and rounding: in sums of more than 2^25 multiply-adds in float32, eigenvalues of a factor below 1e-7 of its largest
@@ -196,7 +196,8 @@ class KronLaplace(BaseLaplace):
                 300 kernels, however many images it has. x is a tensor, a tuple or list (``model(*x)``) or a mapping (``model(**x)``). A batch
                 may be a mapping: y is under ``dict_key_y``, and the model gets what is under ``dict_key_x`` if that is all the rest, else
                 the rest by name. Tensors have the data points along their first axis; what is no tensor is passed on.
-            override: start anew; False adds to what was fitted before at the same parameters.
+            override: start anew; False adds to what was fitted before at the same parameters. With ``eigenvalue_correction`` the loaders of
+                that are iterated once more, for more data change the eigenbasis.
             progress_bar: show one.
             generator: seeds the sampling of ``fisher="mc"``; None is torch's global one.
             group: a ``torch.distributed`` group whose processes each pass batches of their own, such as
@@ -210,11 +211,13 @@ class KronLaplace(BaseLaplace):
 
         Raises:
             TypeError: the loader is a data set or a tensor, or yields neither pairs nor mappings as above; override is no bool; group is no
-                process group.
+                process group. With ``eigenvalue_correction`` also: the loader is an iterator.
             RuntimeError: a parameter was made in ``torch.inference_mode()``.
             ValueError: the loader is empty, targets or shapes do not fit, a layer was never called, or
                 parameters changed since the fit that ``override=False`` is to add to. With a group also: ranks have other parameters or
-                settings, a ``DistributedSampler``, or all the same batches. What one rank raises, all raise, naming it.
+                settings, a ``DistributedSampler``, or all the same batches. What one rank raises, all raise, naming it. With
+                ``eigenvalue_correction`` also: loaders of earlier data are not there, copies are drawn anew in each pass, a sparsified
+                layer's basis requires a gradient, or the second pass has another number of data points.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
             MemoryError: the device has no room for the factors and their eigenvalues; raised before anything is allocated.
             torch.OutOfMemoryError, RuntimeError: torch's, where a batch finds no room; with what :meth:`memory_estimate` says of it.

@@ -84,6 +84,12 @@ def test_curvature_evidence_and_covariances_are_dense_algebras(name: str, memory
     ratio = torch.logdet(precision) - prior.log().sum()
     torch.testing.assert_close(la.log_det_ratio, ratio, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(la.posterior_precision.logdet(), torch.logdet(precision), rtol=1e-9, atol=1e-9)
+    # Leverages of the training data sum to the effective parameters, as of the whole matrix.
+    p = torch.softmax(model(x).detach(), -1).flatten(0, -2)
+    hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    of_points = torch.stack([torch.block_diag(*part) for part in hessian.unflatten(0, (len(x), -1))])
+    leverages = SCALE * torch.einsum("nkl,nlk->", la.functional_variance(x), of_points)
+    assert leverages.item() == pytest.approx(sum(la.effective_parameters().values()), rel=1e-9)
     shares = (SCALE * found.matrix @ covariance).diagonal()
     expected = [part.sum().item() for part in shares.split(found.sizes)]
     assert list(la.effective_parameters().values()) == pytest.approx(expected, rel=1e-7, abs=1e-9)

@@ -75,10 +75,7 @@ def accumulate_together(
         _require_same_values(ranks, [one["values"] for one in headers])
         if not ranks.is_first and not sums.anew:
             _drop_before(la, sums)
-        generator_of = None
-        if la.fisher == "mc":
-            device = next(la.model.parameters()).device if generator is None else generator.device
-            generator_of = _generators(headers[0]["seed"], ranks, device)
+        generator_of = _generators(la, generator, headers[0]["seed"], ranks)
         try:
             la._pass_over(sums, loader, progress_bar and ranks.is_first, generator, generator_of=generator_of)
             la._check_finite(sums.statistic)
@@ -101,7 +98,8 @@ def accumulate_together(
         seen = next(one["of_data"] for one in after if one["seen"])
         la.n_outputs = seen["n_outputs"]
         la.fitted_model.inputs_shape = None if seen["shape"] is None else torch.Size(seen["shape"])
-        la._spectra.decompose_together(ranks)
+        if not la.eigenvalue_correction:
+            la._spectra.decompose_together(ranks)
     except BaseException:
         la.n_data, la.fitted_model.fingerprint = 0, None
         raise
@@ -116,7 +114,6 @@ def _facts_before(la: Any, sums: FitSums, loader: Any, generator: torch.Generato
             "fit: with a group the copies of all data points must be of the same draws, which all ranks have, but the augmentation draws for "
             'each data point. Fit inside of model.augment.held(sampling="shared"), or make it with sampling="shared".'
         )
-    device = "cpu" if generator is None else generator.device
     draws = None if la.fitted_model.draws is None else float(uneven_sum(la.fitted_model.draws))
     return {
         "settings": {
@@ -135,7 +132,7 @@ def _facts_before(la: Any, sums: FitSums, loader: Any, generator: torch.Generato
             "draws of the augmentation": draws,
         },
         "n_data": sums.n_data,
-        "seed": int(torch.randint(2**62, (), generator=generator, device=device)) if la.fisher == "mc" else 0,
+        "seed": _seed(la, generator),
         "loader": {"size": dataset_size(loader), "sharded": isinstance(loader, Shard), "data": _data_of(loader)},
     }
 
@@ -292,7 +289,26 @@ def _sum(la: Any, ranks: Ranks, sums: FitSums) -> None:
     la.statistic_gradients = {}
 
 
-def _generators(seed: int, ranks: Ranks, device: torch.device) -> Callable[[int], torch.Generator]:
-    """A generator for each of this rank's batches, which follows from the batch's number among all ranks' alone."""
+def _seed(la: Any, generator: torch.Generator | None) -> int:
+    """A seed of the draws of a pass; 0 where there are none."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device)) if la.fisher == "mc" else 0
+
+
+def _generators(
+    la: Any, generator: torch.Generator | None, seed: int, ranks: Ranks
+) -> Callable[[int], torch.Generator] | None:
+    """A generator for each of this rank's batches, which follows from the batch's number among all ranks' alone; None without draws."""
+    if la.fisher != "mc":
+        return None
+    device = next(la.model.parameters()).device if generator is None else generator.device
     begin, step = seed + STEP * ranks.rank, STEP * ranks.size
     return lambda number: torch.Generator(device).manual_seed((begin + step * number) % 2**63)
+
+
+def seeded_together(
+    la: Any, generator: torch.Generator | None, ranks: Ranks
+) -> Callable[[int], torch.Generator | None]:
+    """:func:`_generators` of a further pass, from a new seed of rank 0's generator; ``None`` for each batch without draws."""
+    seed = ranks.agree(seed=_seed(la, generator))[0]["seed"]
+    return _generators(la, generator, seed, ranks) or (lambda number: None)

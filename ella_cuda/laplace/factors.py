@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ella_cuda.laplace.second_moment import SecondMoment
 
 CHECKSUM = "checksum"  # of a state's other entries
+# Bytes of a Jacobian that are written out at a time: on the CPU, there for squares, and elsewhere.
+ON_CPU, SQUARED_ON_CPU, ELSEWHERE = 32 << 20, 2 << 20, 256 << 20
 
 
 class FactorShape(NamedTuple):
@@ -262,24 +264,41 @@ class Jacobian(NamedTuple):
             return whole.scatter_add(
                 2, self.index[None, :, :, None].expand(columns, -1, -1, b), self.outputs[:, :, :, 0]
             )[:, :, :, None]
-        m = self.outputs if self.inputs is None else torch.einsum("ntgi,kntgj->kngij", self.inputs, self.outputs)
-        return self._among_all(m, groups)
+        return self._among_all(self._product(slice(None)), groups)
 
-    def square_sums(self, groups: int) -> Tensor:
-        """``sum_kn M^2``, ``(groups, a, b)``, float64."""
+    def written_out(self, on_cpu: int) -> Iterator[tuple[slice, Tensor]]:
+        """M of some data points at a time, at least one, of so many bytes on the CPU: the data points, and ``(K, n, G, a, b)`` of the blocks
+        that g counts. Not with an index."""
+        columns, n, *sizes = self.outputs.shape
+        sizes[0] = sizes[0] if self.inputs is None else self.inputs.shape[3]  # in the place of positions
+        each = columns * math.prod(sizes) * self.outputs.element_size()
+        step = max((on_cpu if self.outputs.is_cpu else ELSEWHERE) // max(each, 1), 1)
+        for begin in range(0, max(n, 1), step):
+            some = slice(begin, begin + step)
+            yield some, self._product(some)
+
+    def _product(self, some: slice) -> Tensor:
+        outputs = self.outputs[:, some]
+        if self.inputs is None:
+            return outputs
+        columns, n, positions, groups, b = outputs.shape
+        left = self.inputs[some].permute(0, 2, 3, 1).reshape(n * groups, self.inputs.shape[3], positions)
+        right = outputs.permute(1, 3, 2, 0, 4).reshape(n * groups, positions, columns * b)
+        return (left @ right).unflatten(0, (n, groups)).unflatten(3, (columns, b)).permute(3, 0, 1, 2, 4)
+
+    def square_sums(self, groups: int, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """``sum_kn M^2``, ``(groups, a, b)``, float64; of what ``change`` makes of M, written out, if not None."""
         if self.index is not None:
             rows = without_repeats(self)
             sums = rows.double().square().sum(0)  # (N, T, b)
             whole = sums.new_zeros(groups, sums.shape[2]).index_add_(0, self.index.flatten(), sums.flatten(0, 1))
             return whole[:, None]
-        if self.inputs is not None and self.inputs.shape[1] == 1:
+        if self.inputs is not None and self.inputs.shape[1] == 1 and change is None:
             of_inputs, of_outputs = self.inputs[:, 0].double().square(), self.outputs[:, :, 0].double().square().sum(0)
             found = torch.einsum("ngi,ngj->gij", of_inputs, of_outputs)
         else:
-            # Written out for one data point at a time.
-            inputs = self.inputs.split(1) if self.inputs is not None else [None] * self.outputs.shape[1]
-            parts = zip(self.outputs.split(1, 1), inputs, strict=True)
-            found = sum(Jacobian(o, i).dense(o.shape[3])[:, 0].double().square().sum(0) for o, i in parts)
+            parts = (m if change is None else change(m) for _, m in self.written_out(SQUARED_ON_CPU))
+            found = sum(m.flatten(0, 1).double().square().sum(0) for m in parts)
         return self._among_all(found, groups)
 
     def _among_all(self, of_blocks: Tensor, groups: int) -> Tensor:

@@ -169,6 +169,7 @@ def _summed_over(
         as_count("evidence_gradient: n_data", n_data)
     with torch.inference_mode(False), exclusively(la.model):
         wanted = _buffers(la.model, buffers)
+        _require_products(la, "evidence_gradient")
         la.fitted_model.require_unchanged()
         run = _Passes(la, wanted, columns, generator)
         parameters = [p for p in la.model.parameters() if p.requires_grad]
@@ -212,6 +213,15 @@ def _require_second_derivatives(model: nn.Module, x: Inputs, error: RuntimeError
         ) from error
 
 
+def _require_products(la: KronLaplace, where: str) -> None:
+    """ValueError where the curvature is no Kronecker product, whose derivatives are those of the factors."""
+    if la.eigenvalue_correction:
+        raise ValueError(
+            f"{where}: la must be without eigenvalue_correction: corrected eigenvalues depend on the network through eigenvectors too, whose "
+            "derivatives are not taken. Pass a KronLaplace without it."
+        )
+
+
 def _buffers(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:
     known = dict(model.named_buffers())
     if names is None:
@@ -233,9 +243,9 @@ def cotangents(basis: Eigenbasis, prior: Tensor, scale: Tensor) -> tuple[Tensor,
     """Roots R of the derivatives R R^T of ``sum log(scale l m + prior)`` in A and in B, ``(G, a, a)`` and ``(G or 1, b, b)``, float64; the
     prior's precision and the curvature's scale are 0-dim."""
     each = scale / basis.precisions(prior, scale)  # (G, a, b)
-    of_inputs = (each * basis.values_out[:, None]).sum(2)  # (G, a)
-    of_outputs = (each * basis.values_in[:, :, None]).sum(1)  # (G, b)
-    if basis.values_out.shape[0] == 1:
+    of_inputs = (each * basis.values.outputs[:, None]).sum(2)  # (G, a)
+    of_outputs = (each * basis.values.inputs[:, :, None]).sum(1)  # (G, b)
+    if basis.values.outputs.shape[0] == 1:
         of_outputs = of_outputs.sum(0, keepdim=True)
     vectors_in = basis.vectors_in
     root_in = of_inputs.sqrt()[:, None] if vectors_in is None else vectors_in.double() * of_inputs.sqrt()[:, None]
@@ -616,6 +626,7 @@ def exact_log_marginal_likelihood(
         raise TypeError(
             f"exact_log_marginal_likelihood: la must be a KronLaplace, got {type(la).__name__}; pass KronLaplace(model), fitted or not."
         )
+    _require_products(la, "exact_log_marginal_likelihood")
     device = next(iter(la.fitted_model.present_parameters().values())).device
     x = inputs_on(x, device, "exact_log_marginal_likelihood")
     if not isinstance(y, Tensor):

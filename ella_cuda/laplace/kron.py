@@ -16,6 +16,14 @@ from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, merged, mo
 from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.distributed_fit import FitSums
+from ella_cuda.laplace.eigenvalue_correction import (
+    corrected_bases,
+    load_bases,
+    require_held,
+    require_same_draws,
+    require_two_passes,
+    save_bases,
+)
 from ella_cuda.laplace.evidence import DataFitGradient, elements
 from ella_cuda.laplace.factors import (
     KroneckerFactor,
@@ -43,7 +51,7 @@ class KronLaplace(BaseLaplace):
     r"""Laplace approximation of a network's posterior with block-Kronecker curvature.
 
     Every parameter tensor is a block of its own, with a prior precision of its own. Names follow laplace-torch. ``fit``
-    streams once over the data; the evidence
+    streams once over the data, or twice; the evidence
 
     .. math::
         \log q(D \mid \delta) = \log p(D \mid \theta)
@@ -96,6 +104,10 @@ class KronLaplace(BaseLaplace):
             "freeze", which takes them for constants, and layers that a rule refuses; or "diagonal", which gives them the exact diagonal of
             their block, from gradients of single data points. Where all of them have one axis or none, such as FixUp's scales and biases,
             they get their exact blocks so, whatever is chosen; with "diagonal" those with one axis or none always do.
+        eigenvalue_correction: whether the curvature's own diagonal in the eigenbasis of each parameter's factors takes the place of the
+            Kronecker product's eigenvalues (EKFAC): traces are those of the generalised Gauss-Newton matrix. :meth:`fit` then passes over the
+            data twice, and as many float64 numbers as there are parameters are kept, with the eigenvectors; see
+            :mod:`ella_cuda.laplace.eigenvalue_correction`.
         options: what the signature does not have, with the defaults of :class:`ella_cuda.laplace.base.LaplaceOptions`.
 
     Attributes:
@@ -115,7 +127,7 @@ class KronLaplace(BaseLaplace):
     der Ouderaa et al., NeurIPS 2023, section 4 (factored layers).
     """
 
-    _settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation")
+    _settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation", "eigenvalue_correction")
 
     def __init__(
         self,
@@ -126,6 +138,7 @@ class KronLaplace(BaseLaplace):
         resolution: str = "shared",
         approximation: str = "expand",
         column_tolerance: float = 0.0,
+        eigenvalue_correction: bool = False,
         **options: Any,
     ) -> None:
         self.fisher, self.resolution, self.approximation = (
@@ -135,12 +148,15 @@ class KronLaplace(BaseLaplace):
         )
         if not 0 <= column_tolerance < 1:
             raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
-        self.column_tolerance = column_tolerance
+        if not isinstance(eigenvalue_correction, bool):
+            raise TypeError(f"eigenvalue_correction must be a bool, got {eigenvalue_correction!r}.")
+        self.column_tolerance, self.eigenvalue_correction = column_tolerance, eigenvalue_correction
         super().__init__(model, likelihood, LaplaceOptions(**options), self.resolution, self.approximation)
         self._hold()
 
     def _described(self) -> str:
         approximation = "" if self.approximation == "expand" else f", approximation={self.approximation!r}"
+        approximation += ", eigenvalue_correction=True" if self.eigenvalue_correction else ""
         return (
             f"fisher={self.fisher!r}, resolution={self.resolution!r}{approximation}: {len(self.parameter_names)} parameter tensors of "
             f"{self.n_params} entries"
@@ -149,10 +165,14 @@ class KronLaplace(BaseLaplace):
     def _hold(self) -> None:
         for factor in (f for rule in self._rules for f in rule.factors.values()):
             factor.n_data = self.n_data
-        factors = by_parameter(self._rules) if self.n_data else {}
-        self._factors = {name: factors[name] for name in self.parameter_names} if factors else {}
+        self._factors = self._by_name(self._rules) if self.n_data else {}
         self._spectra = Spectra(self._factors.values())
         self._eigenbases: dict[str, Eigenbasis] | None = None
+
+    def _by_name(self, rules: Sequence[Rule]) -> dict[str, KroneckerFactor]:
+        """The factors of these rules, in order."""
+        factors = by_parameter(rules)
+        return {name: factors[name] for name in self.parameter_names}
 
     @running_the_model
     def fit(
@@ -163,7 +183,7 @@ class KronLaplace(BaseLaplace):
         generator: torch.Generator | None = None,
         group: Any = None,
     ) -> KronLaplace:
-        """One streaming pass over the data at the model's present parameters.
+        """One streaming pass over the data at the model's present parameters; with ``eigenvalue_correction`` a second one.
 
         The result does not depend on the batch size, but for what sequences are padded to, ``column_tolerance``, the draws of
         ``fisher="mc"`` and rounding: in sums of more than 2^25 multiply-adds in float32, eigenvalues of a factor below 1e-7 of its largest
@@ -176,7 +196,8 @@ class KronLaplace(BaseLaplace):
                 300 kernels, however many images it has. x is a tensor, a tuple or list (``model(*x)``) or a mapping (``model(**x)``). A batch
                 may be a mapping: y is under ``dict_key_y``, and the model gets what is under ``dict_key_x`` if that is all the rest, else
                 the rest by name. Tensors have the data points along their first axis; what is no tensor is passed on.
-            override: start anew; False adds to what was fitted before at the same parameters.
+            override: start anew; False adds to what was fitted before at the same parameters. With ``eigenvalue_correction`` the loaders of
+                that are iterated once more, for more data change the eigenbasis.
             progress_bar: show one.
             generator: seeds the sampling of ``fisher="mc"``; None is torch's global one.
             group: a ``torch.distributed`` group whose processes each pass batches of their own, such as
@@ -190,11 +211,13 @@ class KronLaplace(BaseLaplace):
 
         Raises:
             TypeError: the loader is a data set or a tensor, or yields neither pairs nor mappings as above; override is no bool; group is no
-                process group.
+                process group. With ``eigenvalue_correction`` also: the loader is an iterator.
             RuntimeError: a parameter was made in ``torch.inference_mode()``.
             ValueError: the loader is empty, targets or shapes do not fit, a layer was never called, or
                 parameters changed since the fit that ``override=False`` is to add to. With a group also: ranks have other parameters or
-                settings, a ``DistributedSampler``, or all the same batches. What one rank raises, all raise, naming it.
+                settings, a ``DistributedSampler``, or all the same batches. What one rank raises, all raise, naming it. With
+                ``eigenvalue_correction`` also: loaders of earlier data are not there, copies are drawn anew in each pass, a sparsified
+                layer's basis requires a gradient, or the second pass has another number of data points.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
             MemoryError: the device has no room for the factors and their eigenvalues; raised before anything is allocated.
             torch.OutOfMemoryError, RuntimeError: torch's, where a batch finds no room; with what :meth:`memory_estimate` says of it.
@@ -202,8 +225,36 @@ class KronLaplace(BaseLaplace):
         self._fit(loader, override, progress_bar, generator=generator, group=group)
         return self
 
+    def _fit(
+        self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False, group: Any = None, **how: Any
+    ) -> None:
+        before = self._loaders if self.n_data else []
+        super()._fit(loader, override, progress_bar, group, **how)
+        if not self.eigenvalue_correction:
+            return
+        try:
+            before = [] if override else before
+            self._hold_bases(corrected_bases(self, before, loader, progress_bar, group, **how))
+        except BaseException:
+            self.n_data, self.fitted_model.fingerprint = 0, None
+            raise
+
+    def _begin(
+        self, loader: Iterable[Any], override: bool, hessian_at: Callable[[Inputs], Tensor] | None = None
+    ) -> FitSums:
+        if self.eigenvalue_correction:
+            require_two_passes(self, loader, override)
+        sums = super()._begin(loader, override, hessian_at)
+        if self.eigenvalue_correction:
+            require_same_draws(self)
+        return sums
+
+    def _hold_bases(self, bases: dict[str, Eigenbasis]) -> None:
+        """Take these, with corrected eigenvalues."""
+        self._eigenbases, self._spectra = bases, Spectra.of_bases(bases.values())
+
     def _require_room(self, rules: Sequence[Rule]) -> None:
-        require_memory(self.model, rules)
+        require_memory(self.model, rules, self.eigenvalue_correction)
 
     def _allocate(self, rules: Sequence[Rule]) -> None:
         for rule in rules:
@@ -321,11 +372,12 @@ class KronLaplace(BaseLaplace):
         self, f: Tensor, at: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Columns | Tensor]:
         """The statistic of a batch at outputs f, and the columns of the Hessian at other ones."""
-        likelihood = self.likelihood_function
-        statistic = likelihood.statistic(f, y)
+        return self.likelihood_function.statistic(f, y), self._columns(at, y, generator)
+
+    def _columns(self, outputs: Tensor, y: Tensor, generator: torch.Generator | None) -> Columns | Tensor:
         if self.fisher == "exact":
-            return statistic, likelihood.columns(at, y, self.column_tolerance)
-        return statistic, likelihood.sampled_column(at, y, generator)
+            return self.likelihood_function.columns(outputs, y, self.column_tolerance)
+        return self.likelihood_function.sampled_column(outputs, y, generator)
 
     def _check_finite(self, statistic: Tensor) -> None:
         sides = [
@@ -369,27 +421,30 @@ class KronLaplace(BaseLaplace):
         return self._peak_bytes(x)
 
     def _peak_bytes(self, x: Inputs | None) -> int:
-        return peak_bytes(self.model, self.fitted_model.present_rules(), self.memory_budget, x)
+        rules = self.fitted_model.present_rules()
+        return peak_bytes(self.model, rules, self.memory_budget, x, self.eigenvalue_correction)
 
     def summary(self) -> str:
         """A table of what is done with every parameter, before or after a fit: the rule of its layer, the sides of its factors as blocks x
         rows, their bytes, and whether its block is that of the generalised Gauss-Newton matrix ("exact"), its diagonal, or a Kronecker
-        product in its place, with ``approximation="reduce"`` so named. The last line says where ``column_tolerance`` or ``fisher="mc"``
-        leave out columns of the output Hessian, of which no block is exact. A parameter of several layers has a line for each: "that of"
-        names the one whose factor it has, "one with" the one with whose factor the layer's is merged. Frozen parameters, and those that
-        are left out, have no rule. Before a fit, a bias that may have an output side of its own, where its layer meets shared positions,
-        is counted so. Print it.
+        product in its place, with ``approximation="reduce"`` and ``eigenvalue_correction`` so named. The last line says where
+        ``column_tolerance`` or ``fisher="mc"`` leave out columns of the output Hessian, of which no block is exact. A parameter of several
+        layers has a line for each: "that of" names the one whose factor it has, "one with" the one with whose factor the layer's is merged.
+        Frozen parameters, and those that are left out, have no rule. Before a fit, a bias that may have an output side of its own, where its
+        layer meets shared positions, is counted so. Print it.
         """
         present = self.fitted_model.present_rules()
         self.fitted_model.present_parameters(present)
         columns = f"without {self.column_tolerance:.3g} of the Hessian's trace" if self.column_tolerance else ""
         columns = "of one sampled column" if self.fisher == "mc" else columns
-        return _summary(self.model, self._rules if self.n_data else present, columns)
+        return _summary(self.model, self._rules if self.n_data else present, columns, self.eigenvalue_correction)
 
     def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
         """One op, unless bases learn."""
         bases = self.fitted_model.bases
         bases.check()
+        if torch.is_grad_enabled() and self.eigenvalue_correction:
+            require_held(self, type(self).__name__)
         if torch.is_grad_enabled() and bases.learn():
             precision, scale = log_precision.exp(), log_scale.exp()
             log_dets = [f.logdet(d, scale) for f, d in zip(self._factors.values(), precision.unbind(), strict=True)]
@@ -407,6 +462,7 @@ class KronLaplace(BaseLaplace):
         return {
             "statistic_gradients": {name: g.clone() for name, g in self.statistic_gradients.items()},
             "factors": save_factors(self._rules) if self.n_data else {},
+            "eigenbases": save_bases(self._eigenbases) if self.n_data and self.eigenvalue_correction else {},
         }
 
     def _read(self, state: Mapping[str, Any], n_data: int) -> Callable[[], None]:
@@ -420,15 +476,20 @@ class KronLaplace(BaseLaplace):
         rules = self.fitted_model.present_rules()
         if n_data:
             load_factors(rules, state["factors"])
+        bases = None
+        if n_data and self.eigenvalue_correction:
+            bases = load_bases(self, state["eigenbases"], {n: f.shape for n, f in self._by_name(rules).items()})
 
         def take() -> None:
             self.statistic_gradients, self._rules = gradients, rules
             self._hold()
+            if bases is not None:
+                self._hold_bases(bases)
 
         return take
 
 
-def _summary(model: nn.Module, rules: Sequence[Rule], columns: str) -> str:
+def _summary(model: nn.Module, rules: Sequence[Rule], columns: str, corrected: bool) -> str:
     """:meth:`KronLaplace.summary` by these rules, with what the blocks are made of, where that is not all columns, in the last line."""
     lines: dict[int, list[tuple[str, ...]]] = {}
     total = 0
@@ -457,7 +518,8 @@ def _summary(model: nn.Module, rules: Sequence[Rule], columns: str) -> str:
                     f"{size:,}",
                 )
             diagonal = not rule.sees_calls() and not shape.constant_input
-            product = f"Kronecker{', reduce' if rule.approximation == 'reduce' else ''}"
+            reduced = ", reduce" if rule.approximation == "reduce" else ""
+            product = f"Kronecker{reduced}{', corrected' if corrected else ''}"
             block = "diagonal" if diagonal else "exact" if shape.constant_input else product
             size_of = str(tuple(parameters[parameter].shape))
             same = lines.setdefault(id(parameters[parameter]), [])

@@ -30,26 +30,34 @@ COLUMN = 24  # bytes for each class that building a column of the softmax Hessia
 ROUND = 2  # what passes take for each byte of gradients: layers make copies, and an allocator keeps what was freed for another size
 
 
-def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Inputs | None) -> int:
+def peak_bytes(
+    model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Inputs | None, corrected: bool = False
+) -> int:
     """The most that a fit allocates at once: the factors, and the larger of what a pass over a batch and what the eigenvalues take.
 
     Args:
         memory_budget: of the gradients of one backward pass.
         x: a batch of the size that the loader yields, on the model's device; None leaves out what its forward pass keeps.
+        corrected: whether eigenvectors and corrected eigenvalues are kept too.
     """
     of_ties = [side for s in merged_shapes(rules).values() for side in ((1, s.inputs), (1, s.outputs))]
     blocks = [side for rule in rules for side in rule.blocks()] + of_ties
     factors = sum(rule.bytes() for rule in rules) + sum(rows**2 for _, rows in of_ties) * torch.float64.itemsize
-    device = next(rules[0].module.parameters()).device
+    like = next(rules[0].module.parameters())
+    device = like.device
+    if corrected:  # eigenvalues twice: in a basis, and as the evidence takes them
+        factors += sum(groups * rows**2 for groups, rows in blocks) * like.element_size()
+        factors += 2 * sum(s.numel for rule in rules for s in rule.shapes().values()) * torch.float64.itemsize
     kept, column, columns = (0, 0, memory_budget) if x is None else _of_a_batch(model, rules, memory_budget, x)
     kept += WAITING + WORKSPACE if x is not None and device.type == "cuda" else 0
     return factors + max(max(ROUND * min(columns, memory_budget), column) + kept, workspace(blocks, device))
 
 
-def require_memory(model: nn.Module, rules: Sequence[Rule]) -> None:
-    """MemoryError where the factors of a fit, which are not allocated yet, and their eigenvalues will take more than the device has."""
+def require_memory(model: nn.Module, rules: Sequence[Rule], corrected: bool = False) -> None:
+    """MemoryError where the factors of a fit, which are not allocated yet, and their eigenvalues, with the eigenvectors if these are
+    ``corrected``, will take more than the device has."""
     device = next(rules[0].module.parameters()).device
-    needed, available = peak_bytes(model, rules, 0, None), available_bytes(device)
+    needed, available = peak_bytes(model, rules, 0, None, corrected), available_bytes(device)
     if available is None or needed <= available:
         return
     each = sorted(((rule.bytes(p), rule.full_name(p)) for rule in rules for p in rule.trainable), reverse=True)

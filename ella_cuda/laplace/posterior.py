@@ -11,34 +11,101 @@ from torch import Tensor
 
 from ella_cuda import ops
 from ella_cuda.distributed import Ranks
-from ella_cuda.laplace.factors import FactorShape, Jacobian, KroneckerFactor, without_repeats
+from ella_cuda.laplace.factors import ELSEWHERE, ON_CPU, FactorShape, Jacobian, KroneckerFactor, without_repeats
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision
 
 
+class KroneckerEigenvalues(NamedTuple):
+    r"""Eigenvalues :math:`\lambda_{gi} \mu_{gj}` of blocks g: :math:`\lambda` ``(G, a)`` and :math:`\mu` ``(G or 1, b)``, float64."""
+
+    inputs: Tensor
+    outputs: Tensor
+
+    def whole(self) -> Tensor:
+        """All of them, ``(..., a, b)``."""
+        return self.inputs[..., :, None] * self.outputs[..., None, :]
+
+    def at(self, blocks: slice | Tensor, inputs: slice = slice(None)) -> KroneckerEigenvalues:
+        """Those of some blocks, and some inputs; of numbers of blocks ``(...)``, with these axes in the place of g."""
+        outputs = self.outputs if len(self.outputs) == 1 else self.outputs[blocks]
+        return KroneckerEigenvalues(self.inputs[blocks][..., inputs], outputs)
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Two sides whose products are the eigenvalues, as :func:`ella_cuda.ops.kron_logdet` takes them."""
+        return self
+
+    def takes_rows(self, positions: int) -> bool:
+        """Whether :meth:`add_variance_` takes rows of so many shared positions, not M alone."""
+        return True
+
+    def add_variance_(
+        self, variance: Tensor, inputs: Tensor | None, outputs: Tensor, prior: Tensor, scale: Tensor
+    ) -> None:
+        """:func:`ella_cuda.ops.kron_variance_` with these eigenvalues."""
+        ops.kron_variance_(variance, inputs, outputs, self.inputs, self.outputs, prior, scale)
+
+
+class CorrectedEigenvalues(NamedTuple):
+    """Any numbers in the place of eigenvalues of a Kronecker product, with the methods of :class:`KroneckerEigenvalues`; ``values`` is
+    ``(G, a, b)``, float64, not negative."""
+
+    values: Tensor
+
+    def whole(self) -> Tensor:
+        return self.values
+
+    def at(self, blocks: slice | Tensor, inputs: slice = slice(None)) -> CorrectedEigenvalues:
+        return CorrectedEigenvalues(self.values[blocks][..., inputs, :])
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        return self.values.reshape(1, -1), self.values.new_ones(1, 1)
+
+    def takes_rows(self, positions: int) -> bool:
+        return positions == 1
+
+    def add_variance_(
+        self, variance: Tensor, inputs: Tensor | None, outputs: Tensor, prior: Tensor, scale: Tensor
+    ) -> None:
+        covariance = 1 / (scale * self.values + prior)
+        if inputs is None:
+            m = outputs * covariance.sqrt().to(outputs.dtype)
+            zeros = covariance.new_zeros(len(covariance), sum(covariance.shape[1:]))
+            sides = zeros.split(covariance.shape[1:], 1)
+            ops.kron_variance_(variance, None, m, *sides, torch.ones_like(prior))
+            return
+        # At one position M is a product of two rows.
+        weights = torch.einsum("ngi,gij->ngj", inputs[:, 0].square(), covariance.to(inputs.dtype))
+        rows = outputs[:, :, 0].transpose(0, 1)  # (N, K, G, b)
+        weighted = rows * weights[:, None]
+        if variance.dim() == 2:
+            variance += (weighted * rows).sum((2, 3), dtype=variance.dtype)
+        else:
+            variance += weighted.flatten(2) @ rows.flatten(2).mT
+
+
 class Eigenbasis(NamedTuple):
     r"""The eigenvectors of a parameter tensor's curvature, in block g
-    :math:`(U_g \otimes V_g)\, \mathrm{diag}(\lambda_g \otimes \mu_g)\, (U_g \otimes V_g)^T`.
+    :math:`(U_g \otimes V_g)\, \mathrm{diag}(\Lambda_g)\, (U_g \otimes V_g)^T`.
 
     Attributes:
         shape: of the factor.
         parameter_shape: of the tensor.
-        values_in: :math:`\lambda`, ``(G, a)``, float64. values_out: :math:`\mu`, ``(G or 1, b)``, float64.
+        values: :math:`\Lambda`.
         vectors_in: U, ``(G, a, a)``, of the parameter's dtype; None where it is the number one.
         vectors_out: V, ``(G or 1, b, b)``.
     """
 
     shape: FactorShape
     parameter_shape: torch.Size
-    values_in: Tensor
-    values_out: Tensor
+    values: KroneckerEigenvalues | CorrectedEigenvalues
     vectors_in: Tensor | None
     vectors_out: Tensor
 
     def precisions(self, prior: Tensor, scale: Tensor) -> Tensor:
-        r""":math:`s \lambda \mu + \delta`, ``(G, a, b)``, float64."""
-        return scale * self.values_in[:, :, None] * self.values_out[:, None] + prior
+        r""":math:`s \Lambda + \delta`, ``(G, a, b)``, float64."""
+        return scale * self.values.whole() + prior
 
     def rotated(self, blocks: Tensor) -> Tensor:
         """``(..., G, a, b)`` into the basis."""
@@ -72,19 +139,36 @@ class Eigenbasis(NamedTuple):
         """The basis of these blocks alone."""
         if blocks is None or len(blocks) == self.shape.groups:
             return self
-        vectors_in = None if self.vectors_in is None else _some(self.vectors_in, blocks)
+        some = slice(blocks.start, blocks.stop)
         return self._replace(
-            values_in=_some(self.values_in, blocks),
-            values_out=_some(self.values_out, blocks),
-            vectors_in=vectors_in,
-            vectors_out=_some(self.vectors_out, blocks),
+            values=self.values.at(some),
+            vectors_in=None if self.vectors_in is None else self.vectors_in[some],
+            vectors_out=self.vectors_out if len(self.vectors_out) == 1 else self.vectors_out[some],
         )
 
+    def rows_in(self, jacobian: Jacobian) -> tuple[Jacobian, Callable[[Tensor], Tensor] | None]:
+        """The Jacobian with rows in the basis, of each side where there are fewer of them than M has; and what brings M, written out of these
+        rows, there on the other sides, None where there are none. Not with an index."""
+        inputs, outputs = jacobian.inputs, jacobian.outputs
+        if inputs is None:
+            return jacobian, self.rotated
+        columns, _, positions, _, b = outputs.shape
+        early_in, early_out = positions <= columns * b, positions <= inputs.shape[3]
+        rows = jacobian._replace(
+            inputs=self.input_rows_in(inputs) if early_in else inputs,
+            outputs=self.output_rows_in(outputs) if early_out else outputs,
+        )
+        if early_in:
+            return rows, None if early_out else self.outputs_in
+        return rows, self.inputs_in if early_out else self.rotated
 
-def _some(of_blocks: Tensor, blocks: range | None) -> Tensor:
-    """The part of these blocks; what all share as it is."""
-    whole = blocks is None or of_blocks.shape[0] == 1
-    return of_blocks if whole else of_blocks[blocks.start : blocks.stop]
+    def square_sums(self, jacobian: Jacobian) -> Tensor:
+        """``sum_kn M^2`` in the basis, ``(G, a, b)`` of all blocks, float64."""
+        groups = self.shape.groups
+        if jacobian.index is not None:
+            return jacobian._replace(outputs=self.output_rows_in(jacobian.outputs)).square_sums(groups)
+        rows, rest = self.restricted(jacobian.blocks).rows_in(jacobian)
+        return rows.square_sums(groups, rest)
 
 
 def _whole(vectors: Tensor) -> Tensor:
@@ -100,16 +184,18 @@ def _rows_in(rows: Tensor, vectors: Tensor) -> Tensor:
 
 
 def eigenbases(
-    factors: Mapping[str, KroneckerFactor], parameter_shapes: Mapping[str, torch.Size]
+    factors: Mapping[str, KroneckerFactor],
+    parameter_shapes: Mapping[str, torch.Size],
+    decompose: Callable[[Iterable[SecondMoment]], Any] = SecondMoment.bases_of_all,
 ) -> dict[str, Eigenbasis]:
-    """The eigenbases of all factors; factors that share a side have one decomposition of it.
+    """The eigenbases of all factors, by ``decompose``; factors that share a side have one decomposition of it.
 
     Raises:
         FloatingPointError, ArithmeticError, torch.linalg.LinAlgError: see :meth:`SecondMoment.eigenvalues`.
     """
     sides = {m: None for f in factors.values() for m in (f.input_moment, f.output_moment) if m is not None}
     with torch.no_grad():
-        found = SecondMoment.bases_of_all(sides)
+        found = decompose(sides)
     result = {}
     for name, factor in factors.items():
         values_out, vectors_out = found[factor.output_moment]
@@ -118,7 +204,8 @@ def eigenbases(
             values_in, vectors_in = found[factor.input_moment]
             values_in = values_in / factor.n_data
         vectors_in = None if factor.shape.inputs == 1 else vectors_in
-        result[name] = Eigenbasis(factor.shape, parameter_shapes[name], values_in, values_out, vectors_in, vectors_out)
+        values = KroneckerEigenvalues(values_in, values_out)
+        result[name] = Eigenbasis(factor.shape, parameter_shapes[name], values, vectors_in, vectors_out)
     return result
 
 
@@ -136,6 +223,13 @@ class Spectra:
         )
         self._packed: ops.KronSpectra | None = None
         self._rows: list[int] = []  # in every moment when they were packed
+
+    @classmethod
+    def of_bases(cls, bases: Iterable[Eigenbasis]) -> Spectra:
+        """The eigenvalues that bases have, which are constants."""
+        found = cls(())
+        found._packed = ops.pack_spectra([basis.values.pair() for basis in bases])
+        return found
 
     def decompose_together(self, ranks: Ranks) -> None:
         """Have the eigenvalues of all factors, each block's by one rank; raises as :meth:`packed`, on all ranks."""
@@ -163,9 +257,6 @@ def eigenbases_of(la: Any) -> dict[str, Eigenbasis]:
         shapes = {name: la.model.get_parameter(name).shape for name in la.parameter_names}
         la._eigenbases = eigenbases(la._factors, shapes)
     return la._eigenbases
-
-
-ON_CPU, ELSEWHERE = 32 << 20, 256 << 20  # bytes of a Jacobian that are written out at a time
 
 
 class Contraction(NamedTuple):
@@ -253,7 +344,8 @@ class Posterior(ABC):
 
 
 class KronPosterior(Posterior):
-    r"""The precision :math:`P = s H + \delta` of a posterior whose curvature H is Kronecker-factored, with a prior precision for each tensor.
+    r"""The precision :math:`P = s H + \delta` of a posterior whose curvature H has the eigenvectors of Kronecker products, with a prior
+    precision for each tensor.
 
     Nothing of the size of P is formed but by :meth:`to_matrix`.
 
@@ -272,10 +364,8 @@ class KronPosterior(Posterior):
         self.shapes = {name: basis.shape for name, basis in bases.items()}
 
     def logdet(self) -> Tensor:
-        parts = [
-            ops.kron_logdet(basis.values_in, basis.values_out * self.scale, self._prior[name])
-            for name, basis in self.bases.items()
-        ]
+        pairs = {name: basis.values.pair() for name, basis in self.bases.items()}
+        parts = [ops.kron_logdet(one, other * self.scale, self._prior[name]) for name, (one, other) in pairs.items()]
         return torch.stack(parts).sum()
 
     def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
@@ -311,35 +401,18 @@ class KronPosterior(Posterior):
         return Contraction(take)
 
     def _add(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
-        outputs, inputs = jacobian.outputs, jacobian.inputs
-        given = (basis.values_in, basis.values_out, prior, self.scale)
-        if inputs is not None:
-            columns, _, positions, groups, b = outputs.shape
-            a = inputs.shape[3]
-            # Rows are rotated where there are fewer of them than the Jacobian has, which is otherwise rotated when it is written out.
-            early_in, early_out = positions <= columns * b, positions <= a
-            inputs = basis.input_rows_in(inputs) if early_in else inputs
-            outputs = basis.output_rows_in(outputs) if early_out else outputs
-            if early_in and early_out:
-                ops.kron_variance_(variance, inputs, outputs, *given)
-                return
-            each = columns * groups * a * b * outputs.element_size()
-        else:
-            early_in = early_out = False
-            each = outputs[:, :1].numel() * outputs.element_size()
-        step = max((ON_CPU if outputs.is_cpu else ELSEWHERE) // max(each, 1), 1)
-        for begin in range(0, outputs.shape[1], step):
-            some = slice(begin, begin + step)
-            m = _written_out(outputs[:, some], None if inputs is None else inputs[some])  # (K, N, G, a, b)
-            m = m if early_in else basis.inputs_in(m)
-            m = m if early_out else basis.outputs_in(m)
-            ops.kron_variance_(variance[some], None, m, *given)
+        rows, rest = basis.rows_in(jacobian)
+        if rest is None and basis.values.takes_rows(rows.inputs.shape[1]):
+            basis.values.add_variance_(variance, rows.inputs, rows.outputs, prior, self.scale)
+            return
+        for some, m in rows.written_out(ON_CPU):
+            m = m if rest is None else rest(m)
+            basis.values.add_variance_(variance[some], None, m, prior, self.scale)
 
     def _add_looked_up(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
         rows, index = without_repeats(jacobian), jacobian.index  # (K, N, T, b), (N, T)
         rows = basis.output_rows_in(rows[:, :, :, None])[:, :, :, 0]
-        values_out = basis.values_out if len(basis.values_out) == 1 else basis.values_out[index]
-        precisions = self.scale * basis.values_in[index] * values_out + prior  # (N, T, b)
+        precisions = self.scale * basis.values.at(index).whole()[:, :, 0] + prior  # (N, T, b)
         scaled = (rows.double() / precisions).transpose(0, 1).flatten(2)  # (N, K, T b)
         rows = rows.transpose(0, 1).flatten(2).double()
         variance += (scaled * rows).sum(2) if variance.dim() == 2 else scaled @ rows.mT
@@ -350,27 +423,25 @@ class KronPosterior(Posterior):
         if jacobian.index is not None:
             groups, inverse = jacobian.index.unique(return_inverse=True)
             m = jacobian._replace(index=inverse).dense(len(groups))
-            values_out = basis.values_out if len(basis.values_out) == 1 else basis.values_out[groups]
-            self._add_rows(variance, basis.rotated(m), basis.values_in[groups], values_out, prior)
+            self._add_rows(variance, basis.rotated(m), basis.values.at(groups), prior)
         elif inputs is None:
-            self._add_rows(variance, basis.rotated(outputs), basis.values_in, basis.values_out, prior)
+            self._add_rows(variance, basis.rotated(outputs), basis.values, prior)
         else:
             inputs, outputs = basis.input_rows_in(inputs), basis.output_rows_in(outputs)
             a, b = inputs.shape[3], outputs.shape[4]
             each = columns * count * b * outputs.element_size()
             step = max((ON_CPU if outputs.is_cpu else ELSEWHERE) // max(each, 1), 1)
             for g in range(inputs.shape[2]):
-                own = min(g, len(basis.values_out) - 1)
+                own = slice(g, g + 1)
                 for begin in range(0, a, step):
                     some = slice(begin, begin + step)
-                    m = _written_out(outputs[:, :, :, g : g + 1], inputs[:, :, g : g + 1, some])
-                    values = basis.values_in[g : g + 1, some], basis.values_out[own : own + 1]
-                    self._add_rows(variance, m, *values, prior)
+                    part = Jacobian(outputs[:, :, :, own], inputs[:, :, own, some])
+                    self._add_rows(variance, part.dense(1), basis.values.at(own, some), prior)
 
-    def _add_rows(self, variance: Tensor, m: Tensor, values_in: Tensor, values_out: Tensor, prior: Tensor) -> None:
+    def _add_rows(self, variance: Tensor, m: Tensor, values: Any, prior: Tensor) -> None:
         """Add what M ``(K, N, G, a, b)``, in the eigenbases, says of all pairs of data points."""
         rows = m.transpose(0, 1).flatten(0, 1)[:, None]  # (N K, 1, G, a, b)
-        ops.kron_variance_(variance[None], None, rows, values_in, values_out, prior, self.scale)
+        values.add_variance_(variance[None], None, rows, prior, self.scale)
 
     def _power(self, name: str, exponent: float) -> Tensor:
         return self.bases[name].precisions(self._prior[name], self.scale).pow(exponent)
@@ -387,13 +458,3 @@ class KronPosterior(Posterior):
             for basis, part in zip(self.bases.values(), blocks, strict=True)
         ]
         return torch.cat(flat, -1)
-
-
-def _written_out(outputs: Tensor, inputs: Tensor | None) -> Tensor:
-    """M ``(K, N, G, a, b)``."""
-    if inputs is None:
-        return outputs
-    columns, n, positions, groups, b = outputs.shape
-    left = inputs.permute(0, 2, 3, 1).reshape(n * groups, -1, positions)
-    right = outputs.permute(1, 3, 2, 0, 4).reshape(n * groups, positions, columns * b)
-    return (left @ right).unflatten(0, (n, groups)).unflatten(3, (columns, b)).permute(3, 0, 1, 2, 4)

@@ -219,6 +219,23 @@ class SecondMoment:
         return found
 
     @staticmethod
+    def bases_together(moments: Iterable[SecondMoment], ranks: Ranks) -> dict[SecondMoment, tuple[Tensor, Tensor]]:
+        """As :meth:`bases_of_all`, of sums that all ranks have alike: each sum by one rank, whose bits all get. Raises what
+        :meth:`bases_of_all` raises, on all ranks."""
+        moments = list(moments)
+        sizes = [(moment.total.shape[0], _projected_rows(moment)) for moment in moments]
+        owner = owners([float(groups) * rows**3 for groups, rows in sizes], ranks.size)
+        mine = [moment for moment, rank in zip(moments, owner, strict=True) if rank == ranks.rank]
+        found = ranks.together(lambda: SecondMoment.bases_of_all(mine))
+        for moment, (groups, rows) in zip(moments, sizes, strict=True):
+            if moment not in found:
+                values = moment.total.new_zeros(groups, rows)
+                found[moment] = values, values.new_zeros(groups, rows, rows, dtype=moment.dtype)
+            for tensor in found[moment]:
+                ranks.sum_(tensor)
+        return found
+
+    @staticmethod
     def decompose_together(moments: Sequence[SecondMoment], ranks: Ranks) -> None:
         """As :meth:`decompose_all`, of sums that all ranks have alike: each block by one rank, whose eigenvalues all get. Blocks of one row,
         of which a moment may have millions, are their eigenvalues, and nobody's. Raises what :meth:`eigenvalues` raises, on all ranks."""

@@ -31,6 +31,7 @@ def require_near(found, expected, of_factors: float, of_numbers: float) -> None:
 
 
 RELAXED = ["relaxed", "float64", 11]
+CORRECTED = {"eigenvalue_correction": True}
 # The number of processes, what they do, and the fit of one process that is the same; of 3 processes and one batch two ranks have none.
 FITS = {
     **{f"{dtype} on {n}": (n, "fit", ["relaxed", dtype, 11, {}], ["relaxed", dtype, 11]) for dtype in NEAR for n in (1, 2, 3, 4)},
@@ -38,6 +39,7 @@ FITS = {
     "shared positions on one rank": (3, "fit", ["positions", "float64", 1, {}], ["positions", "float64", 1]),
     "a second fit that adds to the first": (3, "fit_twice", RELAXED, RELAXED),
     "no rule": (3, "fit", ["unknown", "float64", 11, {"unknown": "diagonal"}], ["unknown", "float64", 11]),
+    "corrected": (3, "fit", ["positions", "float64", 11, CORRECTED], ["positions", "float64", 11]),
     "data sets of their own": (2, "fit_data_of_its_own", ["float64"], RELAXED),
 }  # fmt: skip
 
@@ -45,7 +47,7 @@ FITS = {
 @pytest.mark.parametrize("case", FITS)
 def test_a_fit_of_several_processes_is_that_of_one(processes, case):
     ranks, work, arguments, one = FITS[case]
-    expected = alone(*one, **({"unknown": "diagonal"} if case == "no rule" else {}))
+    expected = alone(*one, **(arguments[3] if work == "fit" else {}))
     for found in processes.run(work, ranks, *arguments):
         require_near(found, expected, *NEAR[one[1]])
 
@@ -108,7 +110,7 @@ def test_ranks_whose_gradients_are_no_parts_of_one_are_refused(processes, wrong,
 
 
 def test_sampled_columns_follow_from_the_batch_alone(processes):
-    settings = {"fisher": "mc"}
+    settings = {"fisher": "mc", **CORRECTED}
     two, three = (processes.run("fit", ranks, "relaxed", "float64", 11, settings)[0] for ranks in (2, 3))
     require_near(two, three, *NEAR["float64"])
     exact = alone("relaxed", "float64", 11)

@@ -262,7 +262,7 @@ def test_a_prediction_decomposes_once(decomposed):
     basis = eigenbases_of(la)["0.weight"]
     la.log_marginal_likelihood()
     assert {rows: len(calls) for rows, calls in decomposed.items()} == {5: 1, 32: 1}
-    values, vectors = basis.values_in[0], basis.vectors_in[0].double()
+    values, vectors = basis.values.inputs[0], basis.vectors_in[0].double()
     torch.testing.assert_close(vectors * values @ vectors.mT, la.factors["0.weight"].inputs[0], rtol=0, atol=1e-5)
 
 

@@ -197,7 +197,7 @@ def test_eigenvectors_of_few_rows_are_completed(monkeypatch):
     )
     basis = eigenbases_of(la)["weight"]
     assert max(sizes) < 20
-    vectors, values = basis.vectors_in[0], basis.values_in[0]
+    vectors, values = basis.vectors_in[0], basis.values.inputs[0]
     torch.testing.assert_close(vectors.mT @ vectors, torch.eye(300).double())
     torch.testing.assert_close(vectors * values @ vectors.mT, x.mT @ x / 5)
     assert (values > 0).sum() == 5

@@ -28,7 +28,7 @@ def blocks(page: str) -> list[str]:
 def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (training,) = blocks(README)
-    own, predicting, at_mode, others, augmented, banks, imaged, tagged, outputs, loading = blocks(USE)
+    own, predicting, alone, at_mode, others, augmented, banks, imaged, tagged, outputs, loading = blocks(USE)
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
@@ -40,6 +40,8 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     assert names["la"].prior_precision.ne(1).all() and set(names["la"].layer_types()) == {"0"}
     exec(compile(predicting, "use.md", "exec"), names)
     assert names["covariance"].shape == (20, 10, 10) and names["functions"].shape == (5, 20, 10)
+    exec(compile(alone, "use.md", "exec"), names)
+    assert len(names["left"].leverage) == names["la"].n_data and names["unsure"].epistemic.shape == (20,)
     assert at_mode.count("tol=0.01") == 1  # fewer rounds here
     exec(compile(at_mode.replace("tol=0.01", "tol=1.0"), "use.md", "exec"), names)
     apart = names["apart"]

@@ -205,6 +205,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         _real(2, 8, 8),
     ),
+    "narrow conv": (_images(nn.Conv2d(1, 6, (1, 2)), channels=6), _real(1, 4, 4)),  # positions between inputs and K outputs
     "our conv": (
         _images(ella_nn.CircularConv2d(2, 3, 3), nn.Tanh(), ella_nn.StridedCircularConv2d(3, 4, 3), ella_nn.SparseConv2d(4, 3), channels=3),
         _real(2, 8, 8),

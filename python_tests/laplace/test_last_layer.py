@@ -103,6 +103,33 @@ def in_place(m: Any, x: Tensor) -> Tensor:
     return m.layer(x).add_(1.0)
 
 
+OF_LIKELIHOODS = {
+    "classification": torch.arange(25).remainder(4).index_fill(0, torch.arange(5), -100),
+    "binary": torch.arange(100).remainder(3).eq(0).view(25, 4),
+    "poisson": torch.arange(100).remainder(5).view(25, 4),
+    "regression": drawn(25, 4, seed=4),
+}
+
+
+@pytest.mark.parametrize("likelihood", OF_LIKELIHOODS)
+@pytest.mark.parametrize("subset", PARTS)
+def test_the_output_side_is_the_sum_of_hessians(monkeypatch, likelihood, subset):
+    model, y = network(4), OF_LIKELIHOODS[likelihood]
+    la = KronLaplace(model, likelihood, subset_of_weights=subset)
+    f = model(X).detach()
+    hessians = torch.func.hessian(lambda some: -la.likelihood_function.log_prob(some, y).sum())(f)
+    wanted = torch.einsum("ncnd->cd", hessians)
+    with monkeypatch.context() as context:
+        context.delattr(KronLaplace, "_columns_at")
+        la.fit(batches(X, y))
+    for factor in la.factors.values():
+        close(factor.outputs[0], wanted)
+    assert {len(factor.outputs) for factor in la.factors.values()} == {1}
+    low = KronLaplace(model, likelihood, subset_of_weights=subset, column_tolerance=0.3).fit(batches(X, y))
+    smaller = likelihood != "regression"  # whose columns are of one size
+    assert all((f.outputs[0].trace() < wanted.trace() * (1 - 1e-6)) == smaller for f in low.factors.values())
+
+
 NOT_LAST = {
     "a function after it": lambda m, x: m.layer(x) * 2.0,
     "a change of its output": in_place,

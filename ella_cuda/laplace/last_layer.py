@@ -47,7 +47,7 @@ class LastLayer:
 
     def features(self, x: Inputs, at_once: int | None = None) -> tuple[Tensor, Tensor] | None:
         """The layer's inputs ``(N, ..., D)`` and the network's outputs ``(N, ..., K)``, in runs of ``at_once`` data points; None where the
-        network's output is not what one call of the layer returned, or the layer's input has another dtype than its weight."""
+        network's output is not what the layer's first call returned, or the layer's input has another dtype than its weight."""
         parts, count = [], data_points(x)
         step = max(at_once or count, 1)
         for begin in range(0, max(count, 1), step):
@@ -72,7 +72,7 @@ class LastLayer:
             torch.no_grad(),
         ):
             outputs = run_model(self.model, x)
-        if len(seen) != 1:
+        if not seen:
             return None
         features, out, version = seen[0]
         ours = outputs is out and out._version == version and type(out) is Tensor

@@ -256,6 +256,7 @@ class Predictive(Evidence):
             return None
         return found[1], [posterior.of_linear(found[0], layer.names, diagonal) for posterior in posteriors]
 
+    @running_the_model
     def _linearised(self, x: Inputs, form: str = "full") -> tuple[TangentModel | LinearTangent, Inputs]:
         """The linearised network and its inputs: x, or the features of a linear last layer that alone has a posterior."""
         layer = LastLayer.of(self.model, self._rules)

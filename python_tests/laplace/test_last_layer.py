@@ -171,6 +171,17 @@ def test_features_without_room_are_not_kept(monkeypatch):
     close(found, wanted.fit_linear_mode(wanted._loaders[0], 1e-10))
 
 
+def test_in_inference_mode():
+    la = fitted(FullLaplace, "regression", 20)
+    _, dense = jacobian(la, X)
+    with torch.inference_mode():
+        la.fit_linear_mode(la._loaders[0])
+        la.update(X[20:], TARGETS["regression"][20:])
+        mean, variances = la(X, mean="linear", diagonal_output=True)
+    close(mean, la.model(X) + dense @ (la.linear_mode - la.mean))
+    close(variances, (dense @ la.posterior_precision.to_matrix(-1) @ dense.mT).diagonal(dim1=1, dim2=2))
+
+
 def test_rounds_at_the_linear_mode_run_the_network_once():
     la = fitted(KronLaplace, "classification")
     RUNS.clear()

@@ -28,7 +28,7 @@ def blocks(page: str) -> list[str]:
 def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (training,) = blocks(README)
-    own, predicting, alone, at_mode, others, augmented, banks, imaged, tagged, outputs, loading = blocks(USE)
+    own, predicting, alone, at_mode, others, further, augmented, banks, imaged, tagged, outputs, loading = blocks(USE)
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
@@ -49,6 +49,9 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     assert apart.log_marginal_likelihood(at="linear") > apart.log_marginal_likelihood()
     exec(compile(others, "use.md", "exec"), names)
     assert names["last"].parameter_names == ["4.weight", "4.bias"] and len(names["chosen"]) == 50
+    count = names["last"].n_data
+    exec(compile(further, "use.md", "exec"), names)
+    assert names["last"].n_data > count and names["last"].linear_mode is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # of a schedule that ends before the amounts' limits
         exec(compile(augmented, "use.md", "exec"), names)

@@ -51,9 +51,10 @@ from ella_cuda.laplace.evidence import (
 from ella_cuda.laplace.factors import CHECKSUM, require_checksum, with_checksum
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.interception import hooks
+from ella_cuda.laplace.last_layer import Features, LastLayer
 from ella_cuda.laplace.leave_one_out import Influence, LeaveOneOut, Prediction, best_of, influence, leave_one_out
 from ella_cuda.laplace.likelihoods import IGNORED, LINKS, Likelihood, likelihood_of
-from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, solve
+from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, features_of_fit, move, solve
 from ella_cuda.laplace.parameters import Value, as_float64, buffer_sums, check_choice, fingerprint_of, positive_number
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import MEANS, PREDICTIONS, Predictive, predictions_at
@@ -564,8 +565,7 @@ class BaseLaplace(Predictive):
                 "fit_linear_mode: the augmentation draws anew in every pass over the data (sampling='independent'), so that there is no one "
                 "function whose mode to find; fit in the context augment.held(), or with another sampling."
             )
-        if tol is None:
-            tol = NEAR[self.fitted_model.dtype]
+        tol = self._near(tol)
         how = {"precondition": precondition, "max_passes": max_passes, "checkpoint": checkpoint}
         self._find_linear_mode(loader, tol, solver, form, hessian_at, start, progress_bar=progress_bar, **how)
         if self.linear_fit.why:
@@ -575,6 +575,9 @@ class BaseLaplace(Predictive):
                 stacklevel=3,
             )
         return self.linear_mode
+
+    def _near(self, tol: float | None) -> float:
+        return NEAR[self.fitted_model.dtype] if tol is None else tol
 
     def _find_linear_mode(
         self,
@@ -597,8 +600,74 @@ class BaseLaplace(Predictive):
         found = solve(self, loader, tol, solver, form, start, **how)
         if hessian_at == "linear":
             tangent = TangentModel(self.model, form, self.parameter_names)
-            self._refit(loader, lambda x: tangent(found.theta, x).detach())
+            self._refit(
+                loader.loader if isinstance(loader, Features) else loader, lambda x: tangent(found.theta, x).detach()
+            )
         self.linear_fit = found
+
+    @running_the_model
+    def update(self, x: Any, y: Tensor, tol: float | None = None) -> BaseLaplace:
+        r"""Add data points to a fitted posterior of a linear last layer. The network runs on these alone, and past data are not needed.
+
+        What depends on the data has these too, as after ``fit([(x, y)], override=False)``: curvature, ``n_data``, ``log_likelihood`` and the
+        evidence. The network's parameters stay. Where :meth:`fit_linear_mode` found a mode :math:`\theta_\star`, it moves to
+
+        .. math::
+            \arg\min_\theta\, -\tfrac1T \log p(y | h(\theta, x)) + \tfrac12 (\theta - \theta_\star)^T P (\theta - \theta_\star)
+
+        with P the posterior's precision before, and these data's Hessian is taken there: one posterior is the next prior, as in online
+        Laplace approximations. A regression's mode is that of all data together, exactly so with :class:`ella_cuda.laplace.FullLaplace`, and
+        with Kronecker factors, to which what is between weight and bias is added here. The log likelihood of past data at the new mode,
+        a part of the evidence ``at="linear"``, is taken to be quadratic around the old one, which a regression's is.
+
+        Args:
+            x: the model's inputs, ``(N, ...)``, as in a batch of :meth:`fit`. y: their targets.
+            tol: of the moved mode's residual, as of :meth:`fit_linear_mode`.
+
+        Returns:
+            self.
+
+        Raises:
+            ValueError: the posterior is not of a linear last layer alone, whose inputs do not depend on it; x or y do not fit.
+            RuntimeError: not fitted, the model changed since, or the linear mode was found at other precisions, noise or temperature.
+            FloatingPointError: a log likelihood is not finite. Nothing is changed then.
+
+        Warns:
+            UserWarning: the moved mode's residual stays above ``tol``.
+
+        Source: Spiegelhalter and Lauritzen, "Sequential updating of conditional probabilities on directed graphical structures", 1990;
+        Ritter, Botev and Barber, "Online structured Laplace approximations for overcoming catastrophic forgetting", NeurIPS 2018, eq. 7.
+        """
+        self.fitted_model.require_unchanged()
+        layer = LastLayer.of(self.model, self._rules)
+        inputs, targets = self.fitted_model.batch((x, y), "update")
+        with self.fitted_model.filling():
+            found = layer.features(inputs) if layer is not None and data_points(inputs) else None
+        if found is None or found[0].dim() > 2:
+            raise ValueError(
+                f"update: expected data points, and a posterior of a linear last layer alone, got {data_points(inputs)} points and "
+                f"{', '.join(self.parameter_names[:5])}: the inputs of other layers change with the posterior. Use "
+                f"{type(self).__name__}(model, subset_of_weights='last_layer') of a network whose output is that of a torch.nn.Linear; "
+                "fit(loader, override=False) adds data at the parameters of a fit."
+            )
+        features, outputs = found
+        self.likelihood_function.check(outputs, targets)
+        if not self.likelihood_function.statistic(outputs, targets).isfinite():
+            raise FloatingPointError(
+                "update: the log likelihood of the data is not finite. Check x and y, or use model.double()."
+            )
+        moved, how = None, {}
+        if self.linear_fit is not None:
+            tol, at = self._near(tol), layer.tangent(self.linear_fit.form)
+            moved = move(self, Features(layer, [], [(features, targets)]), tol)
+            how = {"hessian_at": lambda some: at(moved.theta, layer.features(some)[0])}
+            if moved.why:
+                warnings.warn(
+                    f"update: the residual is {moved.residual:.2g}, above {tol:g}; {moved.why}.", stacklevel=3
+                )
+        self._fit([(x, y)], override=False, **how)
+        self.linear_fit, self._loaders = moved, []  # past data are not held
+        return self
 
     # tuning ----------------------------------------------------------------------------------------------------------
 
@@ -706,6 +775,7 @@ class BaseLaplace(Predictive):
                 grid = [now * factor for factor in grid]
                 self.prior_precision = best_of(self, grid, start, loader, how, progress_bar)
             elif at == "linear":
+                loader = running_the_model(features_of_fit)(self, loader, 4)
 
                 def find(inner: float) -> None:
                     self._find_linear_mode(loader, inner, solver, form, hessian_at)

@@ -386,6 +386,13 @@ class CurvaturePass(LayerPass):
             self._look_before(outputs)
         return outputs
 
+    def last_call(self, outputs: Tensor) -> Call | None:
+        """The only call of a forward pass, of one row for each data point, whose output is that of the network; None where there is none."""
+        node, calls = outputs.grad_fn, self._calls
+        ours = len(calls) == 1 and _forward_of(node) is _LayerNode and node.call is calls[0]
+        plain = ours and calls[0].place == Place() and len(calls[0].input_shape) == outputs.dim() == 2
+        return calls[0] if plain and self.per_example is None else None
+
     def add_per_example(self, x: Inputs, columns: Columns | Tensor, most: int | None = None) -> None:
         """Accumulate the blocks of parameters that no rule knows; outside of :meth:`nodes`. ``most``: copies at a time, None is all."""
         if self.per_example is not None:

@@ -173,6 +173,13 @@ class DiagonalPosterior(_OfElements):
     def _coloured(self, white: Tensor) -> Tensor:
         return self.layout.spread(white * self.precision.rsqrt().to(self.dtype))
 
+    def of_linear(self, features: Tensor, names: Mapping[str, str], diagonal: bool) -> Tensor:
+        variances = self.layout.spread(self.precision.reciprocal()).split([s.numel for s in self.shapes.values()])
+        by_name = dict(zip(self.shapes, variances, strict=True))
+        rows = {"weight": features.double().square(), "bias": features.new_ones(len(features), 1).double()}
+        found = sum(rows[name] @ by_name[own].view(-1, rows[name].shape[1]).T for name, own in names.items())
+        return found if diagonal else found.diag_embed()
+
     def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
         def take(name: str, jacobian: Jacobian) -> None:
             where = self.layout.where[name]

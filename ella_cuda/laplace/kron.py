@@ -33,12 +33,13 @@ from ella_cuda.laplace.factors import (
     merged_shapes,
     save_factors,
 )
-from ella_cuda.laplace.likelihoods import Columns, Likelihood
+from ella_cuda.laplace.likelihoods import Columns, Likelihood, hessian_sum
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Eigenbasis, KronPosterior, Spectra, eigenbases_of
 from ella_cuda.laplace.recorded_batches import RecordedBatches
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
+from ella_cuda.laplace.rules.linear import LinearRule
 from ella_cuda.laplace.test_time import requiring_grad
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
@@ -334,8 +335,10 @@ class KronLaplace(BaseLaplace):
         with run.nodes() if chunks is None else torch.no_grad():
             outputs = run.forward(x) if chunks is None else mean(lambda some: model_outputs(self.model, some))
             f = outputs.detach()
-            y = admitted(f, y)
-            statistic, columns = self._columns_at(f, f if others is None else others.to(f.dtype), y, generator)
+            y, at = admitted(f, y), f if others is None else others.to(f.dtype)
+            if chunks is None and self._add_last_layer(run, outputs, at, y):
+                return self.likelihood_function.statistic(f, y), f
+            statistic, columns = self._columns_at(f, at, y, generator)
             if chunks is None and data_points(x):
                 run.backward(outputs, columns)
         if chunks is not None:
@@ -343,6 +346,20 @@ class KronLaplace(BaseLaplace):
         if data_points(x):
             run.add_per_example(x, columns, None if chunks is None else chunks[0][0][1].shape[1])
         return statistic, f
+
+    def _add_last_layer(self, run: CurvaturePass, outputs: Tensor, at: Tensor, y: Tensor) -> bool:
+        """Add the Hessian at outputs ``(N, K)`` to a linear last layer's output side, which is its sum: N K^2 products, where columns take
+        N K^3. False, and nothing is added, of other layers, and where columns are drawn or left out."""
+        call = run.last_call(outputs) if self.fisher == "exact" and not self.column_tolerance else None
+        if call is None or type(call.rule) is not LinearRule:
+            return False
+        with torch.no_grad():
+            found = hessian_sum(self.likelihood_function, at, y)
+            for moment in {f.output_moment: None for f in call.rule.factors.values()} if found is not None else ():
+                moment.add_sum(*found)
+        if found is not None:
+            run.release()
+        return found is not None
 
     def _checked(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.likelihood_function.check(outputs, targets)

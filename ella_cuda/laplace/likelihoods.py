@@ -696,6 +696,18 @@ class Heteroscedastic(Likelihood):
         return _sparse(outputs, torch.cat([first, second], 1), places.repeat(2, 1), tolerance)
 
 
+def hessian_sum(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int] | None:
+    """The sum over outputs ``(N, K)`` of the Hessians of ``-log p``, ``(K, K)``, float64, and how many columns it has, where that takes
+    less than to build these; None elsewhere."""
+    made = type(likelihood).columns
+    if made is Classification.columns:
+        p = torch.softmax(outputs.double(), -1) * likelihood._counted(targets)[:, None]
+        return p.sum(0).diag() - p.T @ p, len(p) * (p.shape[1] - 1)
+    if made in (IndependentLikelihood.columns, Regression.columns):
+        return likelihood.second_derivative(outputs.double(), targets).sum(0).diag(), outputs.numel()
+    return None
+
+
 def _needed(traces: Tensor, tolerance: float) -> int:
     """The number of columns, whose traces are ``(N, columns)``, that leave at most the share out; at least one."""
     left = traces.detach().sum(0).flip(0).cumsum(0).flip(0)  # trace of this column and those after it

@@ -17,12 +17,14 @@ from tqdm import tqdm
 
 from ella_cuda.claim import claim
 from ella_cuda.files import no_file, remove_temporary_files, write_file
-from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
+from ella_cuda.laplace.batches import Inputs, joined, kept, tensors_of
 from ella_cuda.laplace.evidence import Evidence, data_weight, present_terms, square_distances
 from ella_cuda.laplace.factors import require_checksum, with_checksum
+from ella_cuda.laplace.last_layer import Features, batches_of_fit, with_features
 from ella_cuda.laplace.likelihoods import Regression
+from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.parameters import Value, check_choice, fingerprint_of, positive_number, rounding_of, uneven_sum
-from ella_cuda.laplace.posterior import Posterior
+from ella_cuda.laplace.posterior import KronPosterior, Posterior
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, Groups, fixed_points, logarithms, put
 from ella_cuda.nn._sizes import as_count
@@ -54,6 +56,8 @@ class LinearMode(NamedTuple):
         residual: the norm of the loss' gradient over the larger of those of its two terms, in the metric of the posterior's covariance.
         passes: over the data that it took.
         why: the reason why the residual did not go below the tolerance; "" where it did.
+        features: of a linear last layer, the sum of its inputs and of ones over the data, ``(D + 1,)``, float64; None of other posteriors,
+            and where the inputs were not kept.
     """
 
     theta: Tensor
@@ -64,6 +68,7 @@ class LinearMode(NamedTuple):
     residual: float
     passes: int
     why: str = ""
+    features: Tensor | None = None
 
     def on(self, device: torch.device) -> LinearMode:
         """A copy on the device."""
@@ -77,7 +82,8 @@ class _Loss:
 
     def __init__(self, la: Evidence, loader: Iterable[Any], form: str, bar: tqdm, max_passes: int) -> None:
         self.la, self.loader, self.bar, self.max_passes = la, loader, bar, max_passes
-        self.tangent = TangentModel(la.model, form, la.parameter_names)
+        of_features = isinstance(loader, Features)
+        self.tangent = loader.layer.tangent(form) if of_features else TangentModel(la.model, form, la.parameter_names)
         self.point = self.tangent.point.double()
         self.eps = torch.finfo(self.tangent.point.dtype).eps
         self.weight = data_weight(la).item()
@@ -132,7 +138,8 @@ class _Loss:
         slope = self.weight * self._sum(of)
         statistic, network, size, outputs, inputs = sums.tolist()
         if outputs:
-            what = "the loader's inputs are" if inputs else "the network's outputs are, at inputs that are finite,"
+            whose = "last layer's" if isinstance(self.loader, Features) else "loader's"
+            what = f"the {whose} inputs are" if inputs else "the network's outputs are, at inputs that are finite,"
             how = "Check the data" if inputs else "Check the network and its parameters, or use model.double()"
             raise FloatingPointError(f"fit_linear_mode: {what} not finite in pass {self.passes} over the data. {how}.")
         self._check_network(network, size)
@@ -168,7 +175,7 @@ class _Loss:
 
             return self.tangent.push_pull(x, direction, cotangent)
 
-        of_prior = self._masked(self.prior * direction)
+        of_prior = self._weighted(direction)
         product = self.weight * self._sum(of) + of_prior
         # What is not finite in the product is so in the sum.
         data, size = (self.weight * bend + 0 * product.sum()).tolist()
@@ -183,17 +190,10 @@ class _Loss:
 
     def batches(self) -> Iterable[tuple[Inputs, Tensor]]:
         """The batches of a pass, on the model's device."""
-        count = 0
-        for batch in self.loader:
-            x, y = self.la.fitted_model.batch(batch, "fit_linear_mode")
-            count += data_points(x)
-            if data_points(x):
-                yield x, y
-        if count != self.la.n_data:
-            what = "its loader, re-iterable: an iterator can be consumed once only" if not count else "its loader"
-            raise ValueError(
-                f"fit_linear_mode: the loader must yield the {self.la.n_data} data points of the fit, got {count}; pass {what}."
-            )
+        if isinstance(self.loader, Features):
+            yield from self.loader
+        else:
+            yield from batches_of_fit(self.la, self.loader, "fit_linear_mode")
         self.passes += 1
         self.bar.update()
 
@@ -204,7 +204,11 @@ class _Loss:
         return self._masked(total)
 
     def _of_prior(self, theta: Tensor) -> Tensor:
-        return self._masked(self.prior * (theta - self.mean))
+        return self._weighted(theta - self.mean)
+
+    def _weighted(self, vector: Tensor) -> Tensor:
+        """The prior's precision times a vector."""
+        return self._masked(self.prior * vector)
 
     def _masked(self, vector: Tensor) -> Tensor:
         return vector if self.free is None else vector * self.free
@@ -227,6 +231,70 @@ class _Loss:
         return curved
 
 
+class _OnlineLoss(_Loss):
+    """The loss over further data, whose features are given, with the present posterior around the linear mode as the prior. Kronecker factors
+    of weight and bias are taken as one of both, whose input side has the sum of features between these."""
+
+    def __init__(self, la: Evidence, features: Features, form: str, bar: tqdm, max_passes: int) -> None:
+        super().__init__(la, features, form, bar, max_passes)
+        self.of_data, self.mean = self.mean, la.linear_fit.theta
+        names, sums = features.layer.names, la.linear_fit.features
+        factor = la.factors[names["weight"]] if len(names) > 1 and isinstance(self._posterior, KronPosterior) else None
+        self._sides: tuple[Tensor, Tensor] | None = None
+        if factor is not None and sums is None:
+            raise RuntimeError(
+                "update: the linear mode was found without keeping the last layer's inputs, whose sum a mode of weight and bias needs to "
+                "move; call fit_linear_mode(loader) where there is memory for these, or use FullLaplace."
+            )
+        if factor is not None:
+            inputs = torch.nn.functional.pad(factor.inputs[0], (0, 1, 0, 1))
+            inputs[-1] = inputs[:, -1] = sums / la.n_data
+            self._sides = inputs, self.weight * factor.outputs[0]
+
+    def _weighted(self, vector: Tensor) -> Tensor:
+        if self._sides is None:
+            return self._masked(self._posterior.bmm(vector, 1))
+        inputs, outputs = self._sides
+        weight, bias = vector.split([vector.numel() - len(outputs), len(outputs)])
+        found = outputs @ torch.cat([weight.view(len(outputs), -1), bias[:, None]], 1) @ inputs
+        return torch.cat([found[:, :-1].flatten(), found[:, -1]]) + self.prior * vector
+
+    def _check_network(self, statistic: float, size: float) -> None:
+        """No fit has these data."""
+
+    def of_all(self, found: LinearMode) -> LinearMode:
+        """The mode that was found as that of all data, whose log likelihood before these is quadratic around the last mode."""
+        before, norms = self.la.linear_fit, found.square_norms
+        step = found.theta - before.theta
+        slope, curved = self.prior * (before.theta - self.of_data), self._weighted(step) - self.prior * step
+        change = self._masked(step).dot(slope - 0.5 * curved) / self.weight
+        statistic = before.statistic + change + found.statistic
+        sums = None if before.features is None else before.features + self.loader.sums()
+        return found._replace(statistic=statistic, loss=_loss_at(self.la, statistic, norms), features=sums)
+
+
+def _loss_at(la: Evidence, statistic: Tensor, square_norms: Tensor) -> float:
+    return (0.5 * (la.prior_precision * square_norms).sum() - data_weight(la) * statistic).item()
+
+
+def move(la: Evidence, features: Features, tol: float, max_passes: int = 500) -> LinearMode:
+    """The linear mode once further data are there, by Newton's method on their loss with the present posterior as the prior.
+
+    Raises:
+        RuntimeError: the linear mode was found at other precisions, noise or temperature than la's present ones.
+    """
+    before = la.linear_fit
+    if not math.isclose(_loss_at(la, before.statistic, before.square_norms), before.loss, rel_tol=1e-6, abs_tol=1e-6):
+        raise RuntimeError(
+            "update: the linear mode was found at other prior precisions, noise or temperature than the present ones, so that it is no mode "
+            "that could move; call fit_linear_mode(loader) first."
+        )
+    tol = positive_number("update: tol", tol)
+    with tqdm(disable=True) as bar, torch.no_grad():
+        loss = _OnlineLoss(la, features, before.form, bar, max_passes)
+        return loss.of_all(_newton(loss, before.theta, True, tol, _Checkpoint(la, before.form, None)))
+
+
 def _not_finite(tensor: Tensor) -> Tensor:
     """The number of entries that are not finite, 0-dim float64; minus infinity is the logit of a masked class."""
     return (~(tensor < torch.inf)).sum(dtype=torch.float64)
@@ -236,6 +304,11 @@ def _key(x: Inputs) -> Any:
     """Shapes and weighted sums of a batch's inputs, by which the same batch is known again."""
     parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors_of(x)]
     return tuple((t.shape, uneven_sum(t.detach()).item()) for t in parts)
+
+
+def features_of_fit(la: Evidence, loader: Iterable[Any], depth: int) -> Iterable[Any]:
+    """:func:`with_features`, of which a warning is about the call so many calls ago."""
+    return with_features(la, loader, "fit_linear_mode", available_bytes(la.fitted_model.device), depth + 1)
 
 
 def solve(
@@ -259,18 +332,20 @@ def solve(
     file = _Checkpoint(la, form, checkpoint)
     bars = tqdm(desc="linear mode", unit="pass", disable=not progress_bar, leave=False)
     with file.claimed(), bars as bar, torch.no_grad():
+        theta, chosen = file.read(), _chosen(la, solver)
+        loader = features_of_fit(la, loader, 6)
         loss = _Loss(la, loader, form, bar, max_passes)
-        theta = file.read()
         theta = start if theta is None else theta
         theta = (loss.mean if form == "simple" else loss.point) if theta is None else theta.to(loss.point)
         if loss.free is not None:
             theta = torch.where(loss.free > 0, theta, loss.point)
-        if _chosen(la, solver, loss) == "dual":
+        if chosen == "dual":
             theta = _by_kernel(la, loss)
-        return _newton(loss, theta, precondition, tol, file)
+        found = _newton(loss, theta, precondition, tol, file)
+        return found._replace(features=loader.sums()) if isinstance(loader, Features) else found
 
 
-def _chosen(la: Evidence, solver: str, loss: _Loss) -> str:
+def _chosen(la: Evidence, solver: str) -> str:
     """The solver, chosen if it is "auto"; ValueError where the likelihood does not have it."""
     check_choice("solver", solver, SOLVERS)
     gaussian = isinstance(la.likelihood_function, Regression)
@@ -278,11 +353,11 @@ def _chosen(la: Evidence, solver: str, loss: _Loss) -> str:
         raise ValueError(
             f"fit_linear_mode: solver={solver!r} solves a linear system, which a regression has; of {la.likelihood} use 'newton_cg'."
         )
-    if solver == "dual" and loss.free is not None:
+    if solver == "dual" and la.free_elements is not None:
         raise ValueError(
             "fit_linear_mode: solver='dual' takes all elements of the parameters; of a subnetwork use 'cg'."
         )
-    few = gaussian and la.n_targets <= min(FEW_OUTPUTS, len(loss.point)) and loss.free is None
+    few = gaussian and la.n_targets <= min(FEW_OUTPUTS, la.n_params) and la.free_elements is None
     return "dual" if few and solver == "auto" else solver
 
 
@@ -378,9 +453,12 @@ def _conjugate(
 def _by_kernel(la: Evidence, loss: _Loss) -> Tensor:
     r"""A regression's :math:`\mu + \Lambda^{-1} J^T (J \Lambda^{-1} J^T + \sigma^2 T)^{-1} (y - h(\mu))`, by the kernel of all outputs."""
     x, y = joined([kept(pair) for pair in loss.batches()])
-    prior = la._posterior(la.prior_precision.detach(), la.fitted_model.zero)
-    _, (covariance,) = la._moments_under(x, [prior], joint=True)
-    kernel = covariance.double()  # J Lambda^-1 J^T
+    precision = la.prior_precision.detach()
+    if isinstance(loss.loader, Features):
+        kernel = loss.loader.layer.kernel(x, 1 / precision)  # J Lambda^-1 J^T
+    else:
+        prior = la._posterior(precision, la.fitted_model.zero)
+        kernel = la._moments_under(x, [prior], joint=True)[1][0].double()
     kernel.diagonal().add_(1 / loss.weight)
     h = loss.outputs(loss.tangent.outputs(x), loss.tangent.jvp(x, loss.push(loss.mean))).double()
     factor, failed = torch.linalg.cholesky_ex(kernel)

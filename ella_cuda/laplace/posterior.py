@@ -308,6 +308,24 @@ class Posterior(ABC):
             variance: float64, ``(N, K, K)``, or ``(N, K)`` for the diagonal alone, or with ``joint`` ``(N K, N K)``.
         """
 
+    def of_linear(self, features: Tensor, names: Mapping[str, str], diagonal: bool) -> Tensor:
+        """The covariance ``(N, K, K)``, or variances ``(N, K)`` with ``diagonal``, float64, of a linear layer at features ``(N, D)``.
+
+        Args:
+            names: of the layer's "weight" and "bias", as far as they have a posterior, those in :attr:`shapes`.
+        """
+        size = self.shapes[next(iter(names.values()))].outputs
+        variance = features.new_zeros(len(features), *[size] * (1 if diagonal else 2), dtype=torch.float64)
+        units = torch.eye(size, dtype=features.dtype, device=features.device)[:, None, None, None]
+        step = max((ON_CPU if features.is_cpu else ELSEWHERE) // max(self.row_bytes * size, 1), 1)
+        for part, its in zip(variance.split(step), features.split(step), strict=True):
+            contraction, columns = self.contraction(part), units.expand(-1, len(its), -1, -1, -1)
+            for name, own in names.items():
+                inputs = its[:, None, None] if name == "weight" else None
+                contraction.take(own, Jacobian(columns, inputs))
+            contraction.finish()
+        return variance
+
     @abstractmethod
     def _coloured(self, white: Tensor) -> Tensor:
         """A square root of the covariance times standard normal numbers, ``(..., n_params)``: ``(..., P)``."""
@@ -399,6 +417,25 @@ class KronPosterior(Posterior):
                 self._add(variance, jacobian, basis, self._prior[name])
 
         return Contraction(take)
+
+    def of_linear(self, features: Tensor, names: Mapping[str, str], diagonal: bool) -> Tensor:
+        """Per output eigenvector v_b the variance is ``sum_a (U^T x)_a^2 / p_ab``, and the covariance ``sum_b v_b v_b^T`` times these."""
+        sums: dict[int, tuple[Tensor, Tensor]] = {}  # by output eigenvectors, which a bias may share with the weight
+        for name, parameter in names.items():
+            basis = self.bases[parameter]
+            rows = features if name == "weight" else features.new_ones(len(features), 1)
+            found = basis.input_rows_in(rows[:, None])[:, 0].double().square() @ self._power(parameter, -1)[0]
+            vectors, before = sums.get(id(basis.vectors_out), (basis.vectors_out[0].double(), 0))
+            sums[id(basis.vectors_out)] = vectors, found + before
+        if diagonal:
+            return sum(found @ vectors.square().T for vectors, found in sums.values())
+        size = next(iter(sums.values()))[0].shape[0]
+        covariance = features.new_zeros(len(features), size, size, dtype=torch.float64)
+        step = max((ON_CPU if features.is_cpu else ELSEWHERE) // (size**2 * covariance.element_size()), 1)
+        for vectors, found in sums.values():
+            for part, its in zip(covariance.split(step), found.split(step), strict=True):
+                part += (its[:, None] * vectors) @ vectors.T
+        return covariance
 
     def _add(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
         rows, rest = basis.rows_in(jacobian)

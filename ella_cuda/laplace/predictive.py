@@ -14,9 +14,11 @@ from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, tensor
 from ella_cuda.laplace.evidence import Evidence, data_weight, linear_fit_of
 from ella_cuda.laplace.factors import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
+from ella_cuda.laplace.last_layer import LastLayer, LinearTangent
 from ella_cuda.laplace.likelihoods import DIAGONAL, LINKS, by_position, unit_columns
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Contraction, Posterior
+from ella_cuda.laplace.rules.base import Rule
 from ella_cuda.laplace.tangent import ReplacedParameters
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
@@ -32,6 +34,7 @@ ACTIVATIONS = 16  # numbers that layers make of a number of the inputs, roughly
 class Predictive(Evidence):
     """Predictions of approximations with a Gaussian posterior over parameters: see :class:`ella_cuda.laplace.KronLaplace`."""
 
+    _rules: Sequence[Rule]  # of the layers with a posterior
     _ways: list[tuple[int, bool | Exception]]  # to derivatives along directions, see TangentModel
     _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
 
@@ -107,7 +110,7 @@ class Predictive(Evidence):
             return 0.0
         self.fitted_model.require_unchanged()
         found, x = linear_fit_of(self, "mean"), self.fitted_model.inputs(x)
-        tangent = self._tangent(found.form)
+        tangent, x = self._linearised(x, found.form)
         if found.form == "simple":
             outputs = tangent.outputs(x)  # where they are infinite, a class is masked, and stays so
             return (tangent.jvp(x, found.theta) - outputs).masked_fill(outputs.isinf(), 0.0)
@@ -235,10 +238,31 @@ class Predictive(Evidence):
         with filling, running(self._pass()) as run, plain:
             if data_points(x) and not run.tried_out:
                 run.try_out(x, several=True)
-            mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=joint, each_alone=diagonal)
-        found = [v.to(mean.dtype) for v in moments.covariances]
+            given = None if joint or not data_points(x) else self._of_features(x, posteriors, diagonal, run)
+            if given is None:
+                mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=joint, each_alone=diagonal)
+                given = mean, moments.covariances
+        mean, found = given[0], [v.to(given[0].dtype) for v in given[1]]
         _require_range(mean, found)
         return mean, found
+
+    def _of_features(
+        self, x: Inputs, posteriors: Sequence[Posterior], diagonal: bool, run: JacobianPass
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Outputs and covariances by the features ``(N, D)`` of a linear last layer; None where it is not alone."""
+        layer = LastLayer.of(self.model, self._rules)
+        found = None if layer is None else layer.features(x, run.images_at_once(data_points(x)))
+        if found is None or found[0].dim() > 2:
+            return None
+        return found[1], [posterior.of_linear(found[0], layer.names, diagonal) for posterior in posteriors]
+
+    @running_the_model
+    def _linearised(self, x: Inputs, form: str = "full") -> tuple[TangentModel | LinearTangent, Inputs]:
+        """The linearised network and its inputs: x, or the features of a linear last layer that alone has a posterior."""
+        layer = LastLayer.of(self.model, self._rules)
+        with self.fitted_model.filling():
+            found = None if layer is None else layer.features(x)
+        return (self._tangent(form), x) if found is None else (layer.tangent(form), found[0])
 
     def _pass(self) -> JacobianPass:
         """The pass of all predictions of a fit, whose network is tried out once."""
@@ -279,11 +303,11 @@ class Predictive(Evidence):
                 with parameters.replaced(values):
                     return model_outputs(self.model, x)
 
-            tangent = self._tangent() if pred_type == "glm" else None
+            tangent, inputs = self._linearised(x) if pred_type == "glm" else (None, x)
             for begin in range(0, n_samples, at_once):
                 drawn = posterior.sample(min(at_once, n_samples - begin), generator)
                 if tangent is not None:
-                    found.append(outputs + tangent.jvp(x, drawn))
+                    found.append(outputs + tangent.jvp(inputs, drawn))
                 else:
                     found += [function(parameters.split(one))[None] for one in mean + drawn]
         return torch.cat(found)

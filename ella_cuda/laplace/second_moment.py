@@ -91,6 +91,11 @@ class SecondMoment:
         self.total += values.to(self.total.dtype)[:, None, None]
         self.count(rows)
 
+    def add_sum(self, total: Tensor, rows: int) -> None:
+        """Add a sum ``(d, d)`` of the outer products of so many rows to every block."""
+        self.total += total
+        self.count(rows)
+
     def add_windows(
         self, x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], alpha: float = 1.0
     ) -> None:

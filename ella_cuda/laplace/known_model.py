@@ -102,7 +102,7 @@ class Known:
 
     Attributes:
         findings: of trials, by what was tried.
-        kinds: of batches that fits had, see :mod:`ella_cuda.laplace.recorded_batches`.
+        shapes, kinds: of batches that fits had, see :mod:`ella_cuda.laplace.recorded_batches`.
         described: the modules and what they have, which the description knows by addresses that others get once they are gone.
     """
 
@@ -111,6 +111,7 @@ class Known:
         things = (thing for module in modules for thing in (module, type(module).forward, *vars(module).values()))
         self.described = [weakref.ref(thing) for thing in things if type(thing).__weakrefoffset__]
         self.findings: dict[Any, Any] = {}
+        self.shapes: dict[Any, Any] = {}
         self.kinds: dict[Any, Any] = {}
 
 

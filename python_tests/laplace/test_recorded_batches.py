@@ -55,7 +55,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         RecordedBatches,
         "_again",
-        lambda self, kind, x, y, *rest: found.append(len(y)) or again(self, kind, x, y, *rest),
+        lambda self, kind, plan, x, y, *rest: found.append(len(y)) or again(self, kind, plan, x, y, *rest),
     )
     return found
 
@@ -134,14 +134,46 @@ def test_likelihoods(case, patient, replays):
 @pytest.mark.parametrize("small", [0, 40, 100, 150, 1 << 40])
 def test_sums_that_grow_past_those_that_are_multiplied_in_double(small, monkeypatch, patient, replays):
     """One batch of a layer has 3 rows of 3 or 4 numbers: 27 or 48 products."""
-    for module in (second_moment, recorded_batches):
-        monkeypatch.setattr(module, "SMALL", small)
+    monkeypatch.setattr(second_moment, "SMALL", small)
     monkeypatch.setattr(second_moment, "WHOLE", 0)
     model = Network(CASES["Linear"]).float()
     x, y = model.data(5)
     recorded, plain = both_ways(model, in_threes(x.float(), y) * 2, patient)
     assert recorded == plain
     assert replays
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("seeded", [False, True])
+def test_the_first_batch_of_a_later_fit(seeded, graphs, monkeypatch, patient, replays):
+    """Its data decide on the dtypes of products, which the tape takes for what they were: it is run again where they are others."""
+    monkeypatch.setattr(second_moment, "SMALL", 0)
+    monkeypatch.setattr(second_moment, "WHOLE", 0)
+    if graphs:
+        stand_in(monkeypatch)
+    model, (x, y) = perceptron().float(), vectors(9)
+    loaders = [in_threes(rows.float(), y) for rows in (x, x + 1e4)]
+
+    def fit(loader) -> tuple[Sums, Tensor]:
+        generator = torch.Generator().manual_seed(3) if seeded else None
+        torch.manual_seed(3)
+        sums = Sums(KronLaplace(model, fisher="mc").fit(loader, generator=generator))
+        return sums, torch.rand(2, generator=generator)
+
+    patient(NEVER)
+    known_model._known.clear()
+    plain = [fit(loader) for loader in loaders]
+    alike = [[moment.are_alike for moment in sums.moments] for sums, _ in plain]
+    assert alike[0] != alike[1]
+    patient(2)
+    known_model._known.clear()
+    for _ in range(3):
+        replays.clear()
+        sums, drawn = fit(loaders[0])
+        assert sums == plain[0][0] and torch.equal(drawn, plain[0][1])
+    assert replays[0] == 3 and len(replays) == 8
+    sums, drawn = fit(loaders[1])
+    assert sums == plain[1][0] and torch.equal(drawn, plain[1][1])
 
 
 class Scaled(nn.Module):

@@ -8,7 +8,6 @@ with the network's own, once, before the tape adds to a sum. What has no tape ru
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +23,7 @@ from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.laplace.second_moment import Use, Watch, are_alike
 from ella_cuda.laplace.tape import NotRecordable, Tape, record
 from ella_cuda.nn import SpatialBasis
-from ella_cuda.recording import MAX_SHAPES, CudaGraphs
+from ella_cuda.recording import MAX_SHAPES, CudaGraphs, has_graphs, recorded_or_told
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.curvature import CurvaturePass
@@ -412,7 +411,7 @@ class _Graph:
             self._places = [_apart(t) for t in tensors]
             work = self._graphs.warm_up
         elif self._replay is None:
-            self._replay = self._captured()
+            self._replay = recorded_or_told(self._graphs, self._work, "fit: a recorded batch")
         for place, tensor in zip(self._places, tensors, strict=True):
             _fill(place, tensor)
         if self._replay is None:
@@ -420,16 +419,6 @@ class _Graph:
         else:
             self._replay()
         return self._outputs
-
-    def _captured(self) -> Callable[[], None]:
-        try:
-            return self._graphs.record(self._work)
-        except RuntimeError as error:
-            warnings.warn(
-                f"fit: a recorded batch cannot be captured as a CUDA graph ({error}); its operators run one by one.",
-                stacklevel=2,
-            )
-            return self._work
 
     def _work(self, all_outputs: bool = False) -> None:
         count = len(self._places) - self._tape.drawn
@@ -462,11 +451,6 @@ def _fill(place: Tensor, tensor: Tensor) -> None:
         if not stride and tensor.shape[dim]:
             place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
     place.copy_(tensor)
-
-
-def has_graphs(device: torch.device) -> bool:
-    """Whether work on a device can be recorded as a graph."""
-    return device.type == "cuda"
 
 
 def _checks_on_device(likelihood: type[Likelihood]) -> bool:

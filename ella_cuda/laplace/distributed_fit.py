@@ -40,6 +40,7 @@ class FitSums:
         n_targets, statistic: of both.
         batch: x and y, the last one; y is None before the first.
         calls: of every layer with a rule. gradients: of the pass' statistic in buffers.
+        ran: whether the network's own forward did, which may have changed buffers. tried: whether it did before the first batch.
     """
 
     data_fit: DataFitGradient
@@ -54,6 +55,8 @@ class FitSums:
     batch: tuple[Any, Tensor | None] = (None, None)
     calls: dict[Rule, int] = dataclasses.field(default_factory=dict)
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    ran: bool = True
+    tried: bool = False
 
 
 def accumulate_together(

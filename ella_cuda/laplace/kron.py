@@ -237,6 +237,7 @@ class KronLaplace(BaseLaplace):
                 raise ValueError(
                     "targets: a batch has some that do not fit the likelihood, such as labels that are no classes."
                 )
+        sums.ran = sums.tried or not recorded.changeless
         sums.calls = dict(run.calls)
         sums.gradients = sums.data_fit.total()
 
@@ -258,8 +259,10 @@ class KronLaplace(BaseLaplace):
         if chunks is None and hessian_at is None and data_points(x):
             statistic, f = recorded.add(x, y, generator)
         else:
+            recorded.changeless = False
             statistic, f = self._add(run, x, y, generator, self._checked, hessian_at, chunks)
         if sums.data_fit.buffers:
+            recorded.changeless = False
             self._add_data_fit(run, sums.data_fit, f, x, y, chunks)
         self.n_outputs = math.prod(f.shape[1:])
         return statistic

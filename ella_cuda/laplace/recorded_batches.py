@@ -61,7 +61,8 @@ class _Kind:
         rows, products, calls: what a batch adds to the counts of sums and of layers' calls.
         decide: the sums of whose rows the tape has the likeness, and how many tensors that is.
         outputs: the tape of the statistic and of the network's outputs.
-        fresh: whether the tape's outputs were compared for no batch but the one that was recorded, of which it may hold numbers.
+        recorded: the network's outputs for the batch that was recorded, of which the tape may hold numbers.
+        proven: whether the tape's outputs were compared with the network's for another.
         refused: why there is no tape, in words.
     """
 
@@ -73,8 +74,13 @@ class _Kind:
     products: list[int] = dataclasses.field(default_factory=list)
     decide: dict[int, int] = dataclasses.field(default_factory=dict)
     outputs: Callable[..., list[Tensor]] | None = None
-    fresh: bool = True
+    recorded: Tensor | None = None
+    proven: bool = False
     refused: str = ""
+
+    @property
+    def writes_sums_alone(self) -> bool:
+        return all(self.names[number][0] == "moment" for number in self.tape.written)
 
 
 class _Plan(NamedTuple):
@@ -93,6 +99,9 @@ class _Plan(NamedTuple):
 class RecordedBatches:
     """The batches of one fit.
 
+    Attributes:
+        changeless: whether all that ran were tapes that write nothing but the sums.
+
     Args:
         run: of the fit, its network tried out with the first batch.
         add: adds a batch to the sums.
@@ -106,6 +115,7 @@ class RecordedBatches:
         rules = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in run.all_rules]
         self._settings = (repr(sorted(vars(likelihood).items())), type(likelihood), repr(rules), *settings)
         self._checks = not _checks_on_device(type(likelihood))
+        self.changeless = True
         self._verified: set[_Kind] = set()
         self._given: dict[_Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
         self._graphs: dict[_Kind, _Graph] = {}
@@ -117,6 +127,7 @@ class RecordedBatches:
         sums = _Sums(self._run)
         key = self._key(x, y, generator, sums)
         if key is None:
+            self.changeless = False
             return self._add(x, y, generator, self._checked)
         shape = self._known.shapes.setdefault(key, _Shape())
         plan = None if shape.uses is None else sums.plan(shape)
@@ -143,6 +154,7 @@ class RecordedBatches:
         self, key: Any, plan: _Plan | None, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums
     ) -> tuple[Tensor, Tensor]:
         """Add a batch without a tape, and see what it does to the sums."""
+        self.changeless = False
         with sums.watched(samples=False) as watches:
             found = self._add(x, y, generator, self._checked)
         shape, after = self._known.shapes[key], _Sums(self._run)
@@ -262,8 +274,10 @@ class RecordedBatches:
         return self._given[kind]
 
     def _is_the_network(self, kind: _Kind, x: Inputs, y: Tensor, sums: _Sums) -> bool:
-        """Whether the tape's outputs are the network's, compared once in a fit. Waits for the device."""
-        if kind not in self._verified:
+        """Whether the tape's outputs are the network's, compared once in a fit, or once for all where nothing else but what is known of the
+        network decides on them. Waits for the device."""
+        if kind not in self._verified and not (kind.proven and self._known.all_seen):
+            self.changeless = False
             given, prepared = self._of_fit(kind, sums)
             with torch.no_grad():
                 own = model_outputs(self._run.model, map_tensors(x, Tensor.clone))
@@ -273,9 +287,11 @@ class RecordedBatches:
                 kind.tape = None
                 kind.refused = "the network's outputs for another batch are not those of the recorded function"
                 return False
-            if not kind.fresh:
+            if kind.recorded is None:
+                kind.recorded = own
+            elif not torch.equal(own, kind.recorded):
                 self._verified.add(kind)
-            kind.fresh = False
+                kind.proven = True
         return True
 
     @staticmethod
@@ -283,7 +299,7 @@ class RecordedBatches:
         """Whether what data decide on can be found out by the tape, whose batch can be undone."""
         if not plan.asked:
             return True
-        undone = all(kind.names[number][0] == "moment" for number in kind.tape.written) and not kind.tape.draws_inside
+        undone = kind.writes_sums_alone and not kind.tape.draws_inside
         return undone and kind.decide.keys() >= {*plan.asked} and not any(m.rows or m.products for m in sums.moments)
 
     def _again(
@@ -291,6 +307,7 @@ class RecordedBatches:
     ) -> tuple[Tensor, Tensor] | None:
         """Add a batch by the tape. What data decide on is found out with it; None where that is not what the plan takes for it, and nothing
         is added."""
+        self.changeless = self.changeless and kind.writes_sums_alone
         inputs, given, graph = [*tensors_of(x), y], self._of_fit(kind, sums), None
         draws_before = _states(y.device, generator) if plan.asked else []
         if has_graphs(y.device):
@@ -466,6 +483,7 @@ def _checks_on_device(likelihood: type[Likelihood]) -> bool:
 def _precision() -> tuple[Any, ...]:
     """Settings of torch by which the same operators have other results."""
     return (
+        torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.allow_tf32,

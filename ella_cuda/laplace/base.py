@@ -193,7 +193,7 @@ class BaseLaplace(Predictive):
         """Add a pass over the data to the curvature and the sums; ``how`` may have ``hessian_at`` as in :meth:`_refit`."""
 
     @abstractmethod
-    def _check_finite(self, statistic: Tensor) -> None:
+    def _check_finite(self, sums: FitSums) -> None:
         """FloatingPointError where the statistic or the curvature is not finite."""
 
     @abstractmethod
@@ -246,7 +246,7 @@ class BaseLaplace(Predictive):
             sums = self._begin(loader, override, how.get("hessian_at"))
             self._pass_over(sums, loader, progress_bar, **how)
             self._require_pass(sums)
-            self._check_finite(sums.statistic)
+            self._check_finite(sums)
             self._end(sums)
         else:
             accumulate_together(self, loader, override, progress_bar, how["generator"], group)

@@ -41,6 +41,7 @@ class FitSums:
         batch: x and y, the last one; y is None before the first.
         calls: of every layer with a rule. gradients: of the pass' statistic in buffers.
         ran: whether the network's own forward did, which may have changed buffers. tried: whether it did before the first batch.
+        fit: whether all targets do that nobody has looked at, 0-dim; None where there are none.
     """
 
     data_fit: DataFitGradient
@@ -57,6 +58,7 @@ class FitSums:
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     ran: bool = True
     tried: bool = False
+    fit: Tensor | None = None
 
 
 def accumulate_together(
@@ -84,7 +86,7 @@ def accumulate_together(
             generator_of = _generators(headers[0]["seed"], ranks, device)
         try:
             la._pass_over(sums, loader, progress_bar and ranks.is_first, generator, generator_of=generator_of)
-            la._check_finite(sums.statistic)
+            la._check_finite(sums)
             facts = _facts_after(la, sums, loader)
         except Exception as raised:
             error = raised
@@ -99,7 +101,7 @@ def accumulate_together(
         sums.seen = sum(one["seen"] for one in after)
         la._require_pass(sums)
         _sum(la, ranks, sums)
-        la._check_finite(sums.statistic)
+        la._check_finite(sums)
         la._end(sums)
         seen = next(one["of_data"] for one in after if one["seen"])
         la.n_outputs = seen["n_outputs"]

@@ -233,11 +233,7 @@ class KronLaplace(BaseLaplace):
                         sums.statistic = sums.statistic + self._add_part(
                             recorded, run, sums, *part, its_own, hessian_at
                         )
-            if not recorded.finish():
-                raise ValueError(
-                    "targets: a batch has some that do not fit the likelihood, such as labels that are no classes."
-                )
-        sums.ran = sums.tried or not recorded.changeless
+        sums.fit, sums.ran = recorded.fine, sums.tried or not recorded.changeless
         sums.calls = dict(run.calls)
         sums.gradients = sums.data_fit.total()
 
@@ -331,7 +327,7 @@ class KronLaplace(BaseLaplace):
             return statistic, likelihood.columns(at, y, self.column_tolerance)
         return statistic, likelihood.sampled_column(at, y, generator)
 
-    def _check_finite(self, statistic: Tensor) -> None:
+    def _check_finite(self, sums: FitSums) -> None:
         sides = [
             (rule.full_name(name), side, moment.total)
             for rule in self._rules
@@ -339,8 +335,15 @@ class KronLaplace(BaseLaplace):
             for side, moment in (("input", factor.input_moment), ("output", factor.output_moment))
             if moment is not None
         ]
-        sums = [*torch._foreach_norm([total for *_, total in sides], 1), statistic]
-        *finite, likelihood_is = torch.stack(sums).isfinite().tolist()  # one wait for the device
+        norms = torch._foreach_norm([total for *_, total in sides], 1)
+        flags = torch.stack([*norms, sums.statistic]).isfinite()
+        flags = flags if sums.fit is None else torch.cat([flags, sums.fit[None]])
+        found = flags.tolist()  # one wait for the device
+        finite, likelihood_is, fit = found[: len(sides)], found[len(sides)], all(found[len(sides) + 1 :])
+        if not fit:
+            raise ValueError(
+                "targets: a batch has some that do not fit the likelihood, such as labels that are no classes."
+            )
         for (name, side, _), fine in zip(sides, finite, strict=True):
             if not fine:
                 raise FloatingPointError(

@@ -100,6 +100,7 @@ class RecordedBatches:
     """The batches of one fit.
 
     Attributes:
+        fine: whether all targets of batches that were graphs fit the likelihood, 0-dim; None where there were none.
         changeless: whether all that ran were tapes that write nothing but the sums.
 
     Args:
@@ -120,7 +121,7 @@ class RecordedBatches:
         self._given: dict[_Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
         self._graphs: dict[_Kind, _Graph] = {}
         self._device_graphs: CudaGraphs | None = None
-        self._fine: Tensor | None = None
+        self.fine: Tensor | None = None
 
     def add(self, x: Inputs, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Add a batch; returns its part of the statistic, and the outputs."""
@@ -141,10 +142,6 @@ class RecordedBatches:
                 if found is not None:
                     return found
         return self._as_it_is(key, plan, x, y, generator, sums)
-
-    def finish(self) -> bool:
-        """Whether all targets of recorded batches fit the likelihood. Waits for the device."""
-        return self._fine is None or bool(self._fine)
 
     def _checked(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._likelihood.check(outputs, targets)
@@ -329,7 +326,7 @@ class RecordedBatches:
                     its_own.set_state(state)
                 return None
         if graph is not None:
-            self._fine = fine.clone() if self._fine is None else self._fine.logical_and_(fine)
+            self.fine = fine.clone() if self.fine is None else self.fine.logical_and_(fine)
         elif not fine:
             self._likelihood.check(outputs, y)
             raise ValueError(

@@ -1,14 +1,21 @@
 """A batch of a fit as it runs by hooks and autograd, and recorded, in turns: milliseconds of the processor, the least of the rounds.
 
     python -m benchmarks.recorded_batches [--threads 1] [--rounds 5] [CASE ...]
+    python -m benchmarks.recorded_batches --counts
 
 Sums must be the same to the last bit. "pays after" is the number of batches after which recording one has paid.
+
+``--counts``: what torch dispatches in fits of resnet18, norms frozen, one sampled column, counted on the CPU in the branches of CUDA, with a
+stand-in for its graphs whose ops are not counted when they are replayed. Batches are of 8 images; the bound below which sums are float64's
+is that of 512 images over 64.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from time import process_time
 from unittest.mock import patch
@@ -17,8 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bench_networks import CLASSES, network
-from ella_cuda.laplace import KronLaplace, known_model, recorded_batches
+from benchmarks.counted_ops import NETWORKS, Counted
+from ella_cuda.laplace import (
+    KronLaplace,
+    column_functions,
+    known_model,
+    kronecker_sums,
+    recorded_batches,
+    second_moment,
+)
 from ella_cuda.models import neyshabur
+from python_tests.recorded import RecordedGraphs
 
 BATCHES = 14
 
@@ -59,14 +75,69 @@ def fit(model: nn.Module, x: Tensor, y: Tensor, fisher: str, patience: float) ->
     return [after - before for before, after in pairwise(times)], sums
 
 
+class _Graphs(RecordedGraphs):
+    """Replays are one launch, whatever is in them."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        replay = super().record(work)
+
+        def once() -> None:
+            with torch.utils._python_dispatch._disable_current_modes():
+                replay()
+
+        return once
+
+
+def counts() -> None:
+    """Print what is dispatched in three fits, phase by phase."""
+    model, likelihood, _ = NETWORKS["resnet18"]()
+
+    def fit() -> dict[str, Counted]:
+        found = {}
+
+        def loader() -> Iterator[tuple[Tensor, Tensor]]:
+            for number in range(4):
+                found[f"batch {number + 1}"] = counted - Counted()
+                yield torch.randn(8, 3, 32, 32), torch.arange(8) % 10
+            found["end"] = counted - Counted()
+
+        with Counted() as counted:
+            KronLaplace(model, likelihood, fisher="mc").fit(loader())
+        found["after"] = counted - Counted()
+        begin = found["batch 1"]
+        phases = {name: found[after] - found[name] for name, after in pairwise(found)}
+        return {"begin": begin, **phases, "whole fit": found["after"]}
+
+    as_on_cuda = [
+        (recorded_batches, "PATIENCE", {"cpu": 2}),
+        (recorded_batches, "LARGE", 1 << 40),
+        (recorded_batches, "CudaGraphs", _Graphs),
+        (recorded_batches, "has_graphs", lambda device: True),
+        (second_moment, "SMALL", second_moment.SMALL // 64),
+        (column_functions, "in_pieces", lambda columns: False),
+        (kronecker_sums, "together", lambda values: True),
+    ]
+    with ExitStack() as stack:
+        for patched in as_on_cuda:
+            stack.enter_context(patch.object(*patched))
+        for word in ("first", "second", "third"):
+            for phase, found in fit().items():
+                print(f"{word} fit, {phase:10}{found}  {dict(found.reads) or ''}", flush=True)
+    operators = [kind.tape.operators for kind in known_model.known_of(model).kinds.values() if kind.tape]
+    print("operators of a recorded batch, views apart:", *operators)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", default=[*CASES])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--counts", action="store_true", help="count instead")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.counts:
+        return counts()
     print(f"{'network':14}{'columns':9}{'as it is':>10}{'recorded':>10}{'times':>7}{'pays after':>12}")
     for name in args.cases:
         make, shape, count = CASES[name]

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
 
 MAX_SHAPES = 8  # of batches that have a graph; each graph takes host memory and a capture's time
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether work on a device can be recorded as a graph."""
+    return device.type == "cuda"
+
+
+def recorded_or_told(graphs: CudaGraphs, work: Callable[[], None], what: str) -> Callable[[], None]:
+    """:meth:`CudaGraphs.record`, or the work itself where it cannot be captured.
+
+    Args:
+        what: begins the warning: whose work it is, and what it is.
+
+    Warns:
+        UserWarning: the work cannot be captured.
+    """
+    try:
+        return graphs.record(work)
+    except RuntimeError as error:
+        warnings.warn(
+            f"{what} cannot be captured as a CUDA graph ({error}); its operators run one by one.", stacklevel=3
+        )
+        return work
 
 
 class CudaGraphs:

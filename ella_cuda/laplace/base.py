@@ -55,7 +55,7 @@ from ella_cuda.laplace.last_layer import Features, LastLayer
 from ella_cuda.laplace.leave_one_out import Influence, LeaveOneOut, Prediction, best_of, influence, leave_one_out
 from ella_cuda.laplace.likelihoods import IGNORED, LINKS, Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, features_of_fit, move, solve
-from ella_cuda.laplace.parameters import Value, as_float64, buffer_sums, check_choice, fingerprint_of, positive_number
+from ella_cuda.laplace.parameters import Value, as_float64, check_choice, fingerprint_and_buffers, positive_number
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import MEANS, PREDICTIONS, Predictive, predictions_at
 from ella_cuda.laplace.prior_structure import group_indices
@@ -196,7 +196,7 @@ class BaseLaplace(Predictive):
         """Add a pass over the data to the curvature and the sums; ``how`` may have ``hessian_at`` as in :meth:`_refit`."""
 
     @abstractmethod
-    def _check_finite(self, statistic: Tensor) -> None:
+    def _check_finite(self, sums: FitSums) -> None:
         """FloatingPointError where the statistic or the curvature is not finite."""
 
     @abstractmethod
@@ -221,8 +221,8 @@ class BaseLaplace(Predictive):
 
     # fitting ---------------------------------------------------------------------------------------------------------
 
-    def _try_out(self, run: CurvaturePass, x: Inputs, y: Tensor, several: bool) -> None:
-        """Checks before the first batch.
+    def _try_out(self, run: CurvaturePass, x: Inputs, y: Tensor, several: bool) -> bool:
+        """Checks before the first batch; returns whether the network's forward ran.
 
         Raises:
             ValueError: with ``subset_of_weights="last_layer"``, the model's output is not that of the layer; a likelihood or a rule of
@@ -230,14 +230,15 @@ class BaseLaplace(Predictive):
         """
         if self.subset_of_weights == "last_layer":
             _require_last(self.model, self._rules[-1], take(x, slice(1)))
-        run.try_out(x, several)
-        if not is_own(type(self.likelihood_function)) and len(y) == data_points(x):
+        tried, others = run.try_out(x, several), not is_own(type(self.likelihood_function)) and len(y) == data_points(x)
+        if others:
             few = torch.arange(POINTS, device=y.device) % len(y)
             with torch.no_grad():
                 inputs, _ = tried_copies(self.model, take(x, few.to(tensors_of(x)[0].device)))
                 outputs = checked_outputs(run_model(self.model, inputs), POINTS)
             self.likelihood_function.check(outputs, y[few])
             check_likelihood(self.likelihood_function, outputs, y[few])
+        return tried or others or self.subset_of_weights == "last_layer"
 
     def _fit(
         self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False, group: Any = None, **how: Any
@@ -248,7 +249,7 @@ class BaseLaplace(Predictive):
             sums = self._begin(loader, override, how.get("hessian_at"))
             self._pass_over(sums, loader, progress_bar, **how)
             self._require_pass(sums)
-            self._check_finite(sums.statistic)
+            self._check_finite(sums)
             self._end(sums)
         else:
             accumulate_together(self, loader, override, progress_bar, how["generator"], group)
@@ -271,7 +272,7 @@ class BaseLaplace(Predictive):
             x, y = sums.batch = self.fitted_model.batch(batch, "fit")
             if data_points(x) and not sums.seen:
                 with without_autocast(self._device.type):
-                    self._try_out(run, x, y, several)
+                    sums.tried = self._try_out(run, x, y, several)
             sums.seen, sums.n_targets = sums.seen + data_points(x), sums.n_targets + y.numel()
             yield x, y
 
@@ -292,7 +293,7 @@ class BaseLaplace(Predictive):
         if anew:
             self._require_room(rules)
         data_fit = self._data_fit()
-        fingerprint, buffers = fingerprint_of(self.model, () if anew else fitted.filled), buffer_sums(self.model)
+        fingerprint, buffers = fingerprint_and_buffers(self.model, () if anew else fitted.filled)
         norms = square_distances(self, parameters.values())
         if anew:
             fitted.describe(parameters)
@@ -345,7 +346,7 @@ class BaseLaplace(Predictive):
         self.statistic, self.square_norms, self.linear_fit = sums.statistic, sums.norms, None
         before = self.statistic_gradients
         self.statistic_gradients = {name: g + before.get(name, 0) for name, g in sums.gradients.items()}
-        self.fitted_model.settle(sums.fingerprint, sums.buffers)
+        self.fitted_model.settle(sums.fingerprint, sums.buffers if sums.ran else None)
         self._hold()
 
     # hyperparameters -------------------------------------------------------------------------------------------------

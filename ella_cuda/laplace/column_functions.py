@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -179,16 +179,29 @@ class ConstantScale(Passage):
         return piece.mul_(self._scale) if own else (piece * self._scale).to(piece.dtype)
 
 
-def constant_scale(module: nn.Module) -> Tensor | None:
-    """γ/√(σ²+ε) ``(C,)`` of a batch normalisation in evaluation mode, by which gradients go back; None of anything else."""
+def constant_scales(modules: Iterable[nn.Module]) -> dict[nn.Module, Tensor]:
+    """γ/√(σ²+ε) ``(C,)`` of each batch normalisation in evaluation mode, by which gradients go back."""
+    together: dict[tuple[Any, ...], list[_BatchNorm]] = {}
+    for module in modules:
+        if _scales_by_constants(module):
+            tensors = [module.running_var] if module.weight is None else [module.running_var, module.weight]
+            alike = (module.eps, *((t.dtype, t.device) for t in tensors))
+            together.setdefault(alike, []).append(module)
+    found = {}
+    for (eps, (dtype, _), *_), norms in together.items():
+        scale = (torch.cat([norm.running_var for norm in norms]).double() + eps).rsqrt()
+        if norms[0].weight is not None:
+            scale = scale * torch.cat([norm.weight.detach() for norm in norms])
+        scale = scale.to(torch.promote_types(dtype, torch.float32))
+        found |= zip(norms, scale.split([len(norm.running_var) for norm in norms]), strict=True)
+    return found
+
+
+def _scales_by_constants(module: nn.Module) -> bool:
     if not isinstance(module, _BatchNorm) or module.running_mean is None or module.running_var is None:
-        return None
+        return False
     own = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-    if type(module).forward not in own or "forward" in vars(module):
-        return None
-    scale = (module.running_var.double() + module.eps).rsqrt()
-    scale = scale if module.weight is None else scale * module.weight.detach()
-    return scale.to(torch.promote_types(module.running_var.dtype, torch.float32))
+    return type(module).forward in own and "forward" not in vars(module)
 
 
 class ReLU(Passage):

@@ -30,7 +30,7 @@ from ella_cuda.laplace.column_functions import (
     InterceptedFunctions,
     Passage,
     Slice,
-    constant_scale,
+    constant_scales,
 )
 from ella_cuda.laplace.copies import (
     Chunk,
@@ -358,9 +358,9 @@ class CurvaturePass(LayerPass):
         """For the duration of the context, in which a batch goes forward and back, the layers' calls make our nodes."""
         with ExitStack() as stack:
             stack.enter_context(self.layers())
-            for module in self.model.modules():
-                if (scale := constant_scale(module)) is not None:  # its hook comes before that of a rule
-                    stack.enter_context(hooks([module], after=self._scaled(scale), prepend=True))
+            for module, scale in constant_scales(self.model.modules()).items():
+                # Its hook comes before that of a rule.
+                stack.enter_context(hooks([module], after=self._scaled(scale), prepend=True))
             functions = InterceptedFunctions(self._passed, self._wants_nodes, self._hooked)
             stack.enter_context(FunctionMode(functions))
             yield

@@ -40,6 +40,8 @@ class FitSums:
         n_targets, statistic: of both.
         batch: x and y, the last one; y is None before the first.
         calls: of every layer with a rule. gradients: of the pass' statistic in buffers.
+        ran: whether the network's own forward did, which may have changed buffers. tried: whether it did before the first batch.
+        fit: whether all targets do that nobody has looked at, 0-dim; None where there are none.
     """
 
     data_fit: DataFitGradient
@@ -54,6 +56,9 @@ class FitSums:
     batch: tuple[Any, Tensor | None] = (None, None)
     calls: dict[Rule, int] = dataclasses.field(default_factory=dict)
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    ran: bool = True
+    tried: bool = False
+    fit: Tensor | None = None
 
 
 def accumulate_together(
@@ -78,7 +83,7 @@ def accumulate_together(
         generator_of = _generators(la, generator, headers[0]["seed"], ranks)
         try:
             la._pass_over(sums, loader, progress_bar and ranks.is_first, generator, generator_of=generator_of)
-            la._check_finite(sums.statistic)
+            la._check_finite(sums)
             facts = _facts_after(la, sums, loader)
         except Exception as raised:
             error = raised
@@ -93,7 +98,7 @@ def accumulate_together(
         sums.seen = sum(one["seen"] for one in after)
         la._require_pass(sums)
         _sum(la, ranks, sums)
-        la._check_finite(sums.statistic)
+        la._check_finite(sums)
         la._end(sums)
         seen = next(one["of_data"] for one in after if one["seen"])
         la.n_outputs = seen["n_outputs"]

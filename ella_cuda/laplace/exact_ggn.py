@@ -402,8 +402,8 @@ class UnfactoredLaplace(BaseLaplace):
                 with without_autocast(self._device.type):
                     sums.statistic = sums.statistic + self._add(run, x, y, hessian_at)
 
-    def _check_finite(self, statistic: Tensor) -> None:
-        if not (statistic.isfinite() and self._curvature.total.isfinite().all()):
+    def _check_finite(self, sums: FitSums) -> None:
+        if not (sums.statistic.isfinite() and self._curvature.total.isfinite().all()):
             raise FloatingPointError(
                 "fit: the log likelihood or the curvature is not finite. Check the data and the parameters, or use float64."
             )

@@ -163,9 +163,10 @@ class FittedModel:
 
     # the function at the fit -----------------------------------------------------------------------------------------
 
-    def settle(self, fingerprint: Tensor, buffers: Mapping[str, Tensor | None]) -> None:
-        """Be of the model as it is after a pass, before which it had this fingerprint and these sums of its buffers."""
-        filled = filled_since(self.model, buffers)
+    def settle(self, fingerprint: Tensor, buffers: Mapping[str, Tensor | None] | None) -> None:
+        """Be of the model as it is after a pass, before which it had this fingerprint and these sums of its buffers; None where the pass has
+        changed none."""
+        filled = frozenset() if buffers is None else filled_since(self.model, buffers)
         self.filled = self.filled | filled
         self.fingerprint = fingerprint_of(self.model, self.filled) if filled else fingerprint
         self.fingerprint = self.fingerprint.to(self.device)

@@ -11,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ella_cuda.laplace.copies import is_changed
 from ella_cuda.laplace.interception import HOOKS
+from ella_cuda.laplace.read_globals import GlobalsRead
 from ella_cuda.modes import exclusively
 
 OF_TRAINING = {"training", "momentum", "dropout"}  # attributes that torch's own modules do not read in evaluation mode
@@ -102,15 +103,17 @@ class Known:
 
     Attributes:
         findings: of trials, by what was tried.
-        kinds: of batches that fits had, see :mod:`ella_cuda.laplace.recorded_batches`.
+        shapes, kinds: of batches that fits had, see :mod:`ella_cuda.laplace.recorded_batches`.
+        all_seen: whether nothing but what is described decides on the model's function.
         described: the modules and what they have, which the description knows by addresses that others get once they are gone.
     """
 
-    def __init__(self, description: tuple[str, ...], modules: list[nn.Module]) -> None:
-        self.description = description
+    def __init__(self, description: tuple[str, ...], modules: list[nn.Module], all_seen: bool) -> None:
+        self.description, self.all_seen = description, all_seen
         things = (thing for module in modules for thing in (module, type(module).forward, *vars(module).values()))
         self.described = [weakref.ref(thing) for thing in things if type(thing).__weakrefoffset__]
         self.findings: dict[Any, Any] = {}
+        self.shapes: dict[Any, Any] = {}
         self.kinds: dict[Any, Any] = {}
 
 
@@ -124,8 +127,9 @@ def known_of(model: nn.Module) -> Known | None:
         return None
     named = (*model.named_parameters(), *model.named_buffers())
     tensors = [(name, tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in named]
-    description = tuple(map(repr, (*map(describe_module, modules), *tensors)))
+    reads = GlobalsRead(modules)
+    description = (reads.values, *map(repr, (*map(describe_module, modules), *tensors)))
     found = _known.get(model)
     if found is None or found.description != description or any(thing() is None for thing in found.described):
-        found = _known[model] = Known(description, modules)
+        found = _known[model] = Known(description, modules, reads.all_seen)
     return found

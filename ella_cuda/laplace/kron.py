@@ -128,6 +128,7 @@ class KronLaplace(BaseLaplace):
     der Ouderaa et al., NeurIPS 2023, section 4 (factored layers).
     """
 
+    records_steps = True
     _settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation", "eigenvalue_correction")
 
     def __init__(
@@ -284,10 +285,7 @@ class KronLaplace(BaseLaplace):
                         sums.statistic = sums.statistic + self._add_part(
                             recorded, run, sums, *part, its_own, hessian_at
                         )
-            if not recorded.finish():
-                raise ValueError(
-                    "targets: a batch has some that do not fit the likelihood, such as labels that are no classes."
-                )
+        sums.fit, sums.ran = recorded.fine, sums.tried or not recorded.changeless
         sums.calls = dict(run.calls)
         sums.gradients = sums.data_fit.total()
 
@@ -309,8 +307,10 @@ class KronLaplace(BaseLaplace):
         if chunks is None and hessian_at is None and data_points(x):
             statistic, f = recorded.add(x, y, generator)
         else:
+            recorded.changeless = False
             statistic, f = self._add(run, x, y, generator, self._checked, hessian_at, chunks)
         if sums.data_fit.buffers:
+            recorded.changeless = False
             self._add_data_fit(run, sums.data_fit, f, x, y, chunks)
         self.n_outputs = math.prod(f.shape[1:])
         return statistic
@@ -396,7 +396,7 @@ class KronLaplace(BaseLaplace):
             return self.likelihood_function.columns(outputs, y, self.column_tolerance)
         return self.likelihood_function.sampled_column(outputs, y, generator)
 
-    def _check_finite(self, statistic: Tensor) -> None:
+    def _check_finite(self, sums: FitSums) -> None:
         sides = [
             (rule.full_name(name), side, moment.total)
             for rule in self._rules
@@ -404,8 +404,15 @@ class KronLaplace(BaseLaplace):
             for side, moment in (("input", factor.input_moment), ("output", factor.output_moment))
             if moment is not None
         ]
-        sums = [*torch._foreach_norm([total for *_, total in sides], 1), statistic]
-        *finite, likelihood_is = torch.stack(sums).isfinite().tolist()  # one wait for the device
+        norms = torch._foreach_norm([total for *_, total in sides], 1)
+        flags = torch.stack([*norms, sums.statistic]).isfinite()
+        flags = flags if sums.fit is None else torch.cat([flags, sums.fit[None]])
+        found = flags.tolist()  # one wait for the device
+        finite, likelihood_is, fit = found[: len(sides)], found[len(sides)], all(found[len(sides) + 1 :])
+        if not fit:
+            raise ValueError(
+                "targets: a batch has some that do not fit the likelihood, such as labels that are no classes."
+            )
         for (name, side, _), fine in zip(sides, finite, strict=True):
             if not fine:
                 raise FloatingPointError(

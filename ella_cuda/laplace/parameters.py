@@ -126,20 +126,29 @@ def require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
 def fingerprint_of(model: nn.Module, without: Collection[str] = ()) -> Tensor:
     """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights. ``without``: names of
     buffers that do not move it."""
-    kept = model.state_dict()
+    return fingerprint_and_buffers(model, without)[0]
+
+
+def fingerprint_and_buffers(model: nn.Module, without: Collection[str] = ()) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """:func:`fingerprint_of` and :func:`buffer_sums`; each tensor is read once."""
+    kept, buffers = model.state_dict(keep_vars=True), buffer_sums(model)
     for name, module in model.named_modules():
         key = f"{name}.weight".removeprefix(".")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and key in kept:
             kept[key] = _as_looked_up(module)
+    named = dict(model.named_buffers(remove_duplicate=False))
     others = {name: buffer for name, buffer in model.named_buffers() if name not in kept}  # that are not persistent
-    numbered = enumerate([tensor for name, tensor in {**kept, **others}.items() if name not in without], start=1)
-    floating = [(index, tensor) for index, tensor in numbered if tensor.is_floating_point()]
+    numbered = enumerate([(n, tensor) for n, tensor in {**kept, **others}.items() if n not in without], start=1)
+    floating = [(index, name, tensor) for index, (name, tensor) in numbered if tensor.is_floating_point()]
     if not floating:
-        return torch.zeros((), dtype=torch.float64, device="cpu")
-    sums = uneven_sums([tensor for _, tensor in floating])
-    return (
-        sums * torch.tensor([index for index, _ in floating], dtype=torch.float64, device="cpu").to(sums.device)
-    ).sum()
+        return torch.zeros((), dtype=torch.float64, device="cpu"), buffers
+    summed = [(index, buffers[name]) for index, name, tensor in floating if named.get(name) is tensor]
+    apart = [(index, tensor) for index, name, tensor in floating if named.get(name) is not tensor]
+    device = floating[0][2].device
+    sums = [uneven_sums([tensor for _, tensor in apart]).to(device)] if apart else []
+    sums += [torch.stack([total.to(device) for _, total in summed])] if summed else []
+    order = torch.tensor([index for index, _ in (*apart, *summed)], dtype=torch.float64, device="cpu").to(device)
+    return torch.cat(sums) @ order, buffers
 
 
 def _as_looked_up(embedding: nn.Embedding | nn.EmbeddingBag) -> Tensor:
@@ -155,7 +164,7 @@ def buffer_sums(model: nn.Module) -> dict[str, Tensor | None]:
     """A number that moves with each buffer; None for buffers that are in no fingerprint."""
     named = dict(model.named_buffers(remove_duplicate=False))
     floating = {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
-    sums = dict(zip(floating, uneven_sums([*floating.values()]), strict=True)) if floating else {}
+    sums = dict(zip(floating, uneven_sums([*floating.values()]).unbind(), strict=True)) if floating else {}
     return {name: sums.get(name) for name in named}
 
 
@@ -188,10 +197,11 @@ def uneven_sums(tensors: Sequence[Tensor]) -> Tensor:
         most[device] = max(most.get(device, 0), count)
     weights = {device: _uneven(count, device) for device, count in most.items()}
     with torch.no_grad():
+        flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
         sums = [
-            torch.stack([tensors[number].reshape(-1) for number in numbers]).double() @ weights[device][:count]
+            torch.stack([flat[number] for number in numbers]).double() @ weights[device][:count]
             if len(numbers) > 1
-            else (tensors[numbers[0]].reshape(-1).double() @ weights[device][:count])[None]
+            else (flat[numbers[0]].double() @ weights[device][:count])[None]
             for (count, _, device, _), numbers in groups.items()
         ]
         found, device = torch.cat([part.to(tensors[0].device) for part in sums]), tensors[0].device

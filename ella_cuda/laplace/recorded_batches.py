@@ -8,9 +8,10 @@ with the network's own, once, before the tape adds to a sum. What has no tape ru
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, model_ou
 from ella_cuda.laplace.check_model import alike
 from ella_cuda.laplace.known_model import known_of
 from ella_cuda.laplace.likelihoods import Likelihood
-from ella_cuda.laplace.second_moment import SMALL
+from ella_cuda.laplace.second_moment import Use, Watch, are_alike
 from ella_cuda.laplace.tape import NotRecordable, Tape, record
 from ella_cuda.nn import SpatialBasis
-from ella_cuda.recording import MAX_SHAPES, CudaGraphs
+from ella_cuda.recording import MAX_SHAPES, CudaGraphs, has_graphs, recorded_or_told
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.curvature import CurvaturePass
@@ -34,19 +35,34 @@ MOST_KINDS = 64  # that are counted at a time
 # (inputs, targets, generator, admitted) -> the part of the statistic and the outputs; what fits the likelihood is asked of ``admitted``
 Add = Callable[[Inputs, Tensor, torch.Generator | None, Callable[[Tensor, Tensor], Tensor]], tuple[Tensor, Tensor]]
 Name = tuple[str, Any]
+Choices = tuple[tuple[bool, ...], ...]  # of each use of each sum, whether products are float64's
+
+
+@dataclasses.dataclass
+class _Shape:
+    """Batches of the same shapes.
+
+    Attributes:
+        uses: of the sums, by the last batch that ran as it is; None before.
+        likely: whether rows were alike then.
+    """
+
+    uses: list[list[Use]] | None = None
+    likely: list[bool | None] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
 class _Kind:
-    """Batches of the same shapes in the same state of the sums.
+    """Batches of the same shapes with products of the same dtypes.
 
     Attributes:
         seen: how many there were.
         tape: of one; None before it is recorded. names: of the tensors that the tape takes from the fit.
         rows, products, calls: what a batch adds to the counts of sums and of layers' calls.
-        are_alike: of the sums after a batch.
+        decide: the sums of whose rows the tape has the likeness, and how many tensors that is.
         outputs: the tape of the statistic and of the network's outputs.
-        fresh: whether the tape's outputs were compared for no batch but the one that was recorded, of which it may hold numbers.
+        recorded: the network's outputs for the batch that was recorded, of which the tape may hold numbers.
+        proven: whether the tape's outputs were compared with the network's for another.
         refused: why there is no tape, in words.
     """
 
@@ -56,14 +72,36 @@ class _Kind:
     rows: list[int] = dataclasses.field(default_factory=list)
     calls: list[int] = dataclasses.field(default_factory=list)
     products: list[int] = dataclasses.field(default_factory=list)
-    are_alike: list[bool | None] = dataclasses.field(default_factory=list)
+    decide: dict[int, int] = dataclasses.field(default_factory=dict)
     outputs: Callable[..., list[Tensor]] | None = None
-    fresh: bool = True
+    recorded: Tensor | None = None
+    proven: bool = False
     refused: str = ""
+
+    @property
+    def writes_sums_alone(self) -> bool:
+        return all(self.names[number][0] == "moment" for number in self.tape.written)
+
+
+class _Plan(NamedTuple):
+    """What sums do with a batch that is to come.
+
+    Attributes:
+        choices: in which dtypes products are.
+        are_alike: of the sums after it. asked: the sums of which data decide on that.
+    """
+
+    choices: Choices
+    are_alike: list[bool | None]
+    asked: list[int]
 
 
 class RecordedBatches:
     """The batches of one fit.
+
+    Attributes:
+        fine: whether all targets of batches that were graphs fit the likelihood, 0-dim; None where there were none.
+        changeless: whether all that ran were tapes that write nothing but the sums.
 
     Args:
         run: of the fit, its network tried out with the first batch.
@@ -78,61 +116,89 @@ class RecordedBatches:
         rules = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in run.all_rules]
         self._settings = (repr(sorted(vars(likelihood).items())), type(likelihood), repr(rules), *settings)
         self._checks = not _checks_on_device(type(likelihood))
+        self.changeless = True
         self._verified: set[_Kind] = set()
         self._given: dict[_Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
         self._graphs: dict[_Kind, _Graph] = {}
         self._device_graphs: CudaGraphs | None = None
-        self._fine: Tensor | None = None
+        self.fine: Tensor | None = None
 
     def add(self, x: Inputs, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Add a batch; returns its part of the statistic, and the outputs."""
         sums = _Sums(self._run)
-        kind = self._kind(x, y, generator, sums)
-        if kind is not None:
+        key = self._key(x, y, generator, sums)
+        if key is None:
+            self.changeless = False
+            return self._add(x, y, generator, self._checked)
+        shape = self._known.shapes.setdefault(key, _Shape())
+        plan = None if shape.uses is None else sums.plan(shape)
+        if plan is not None:
+            kind = self._kind(key, plan.choices)
             kind.seen += 1
             if kind.tape is None and not kind.refused and kind.seen >= PATIENCE[y.device.type]:
-                self._record(kind, x, y, generator, sums)
-            if kind.tape is not None and sums.are_like_those_of(kind) and self._is_the_network(kind, x, y, sums):
-                return self._again(kind, x, y, generator, sums)
-        return self._add(x, y, generator, self._checked)
-
-    def finish(self) -> bool:
-        """Whether all targets of recorded batches fit the likelihood. Waits for the device."""
-        return self._fine is None or bool(self._fine)
+                self._record(kind, plan, x, y, generator, sums)
+            if kind.tape is not None and self._can_decide(kind, plan, sums) and self._is_the_network(kind, x, y, sums):
+                found = self._again(kind, plan, x, y, generator, sums)
+                if found is not None:
+                    return found
+        return self._as_it_is(key, plan, x, y, generator, sums)
 
     def _checked(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._likelihood.check(outputs, targets)
         return targets
 
-    def _kind(self, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums) -> _Kind | None:
-        """That of a batch; None of what has none."""
+    def _as_it_is(
+        self, key: Any, plan: _Plan | None, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums
+    ) -> tuple[Tensor, Tensor]:
+        """Add a batch without a tape, and see what it does to the sums."""
+        self.changeless = False
+        with sums.watched(samples=False) as watches:
+            found = self._add(x, y, generator, self._checked)
+        shape, after = self._known.shapes[key], _Sums(self._run)
+        if after.places == sums.places:
+            shape.uses = [watch.uses for watch in watches]
+            now = [moment.are_alike for moment in sums.moments]
+            likely = shape.likely or now
+            shape.likely = [was if one is None else one for was, one in zip(likely, now, strict=True)]
+            if plan is None:
+                self._kind(key, _choices(shape.uses)).seen += 1
+        return found
+
+    def _key(self, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums) -> Any:
+        """That of a batch's shapes; None of what is not recorded."""
         tensors, device = [*tensors_of(x), y], y.device
         others = not isinstance(x, Tensor) and len(tensors) <= len(x)
         if self._known is None or others or device.type not in PATIENCE or any(t.device != device for t in tensors):
             return None
         if device.type == "cpu" and self._run.findings.image_bytes * data_points(x) > LARGE:
             return None
-        names = tuple(x) if isinstance(x, Mapping) else type(x)
-        drawn = None if generator is None else generator.device
+        shapes = self._known.shapes
         key = (
             self._settings,
-            names,
+            tuple(x) if isinstance(x, Mapping) else type(x),
             *((t.shape, t.stride(), t.dtype) for t in tensors),
             device,
-            drawn,
-            sums.state(),
+            None if generator is None else generator.device,
+            tuple(sums.places),
             _precision(),
         )
+        if key not in shapes and len(shapes) >= MOST_KINDS:
+            shapes.clear()
+        return key
+
+    def _kind(self, key: Any, choices: Choices) -> _Kind:
         kinds = self._known.kinds
-        if key not in kinds and (
-            len(kinds) >= MOST_KINDS or sum(k.tape is not None for k in kinds.values()) >= MAX_SHAPES
-        ):
-            kinds.clear()
-        return kinds.setdefault(key, _Kind())
+        if (key, choices) not in kinds:
+            recorded = [which for which, kind in kinds.items() if kind.tape is not None]
+            if len(kinds) >= MOST_KINDS or len(recorded) >= MAX_SHAPES:
+                kinds.pop((recorded or [*kinds])[0])
+        return kinds.setdefault((key, choices), _Kind())
 
     # recording -------------------------------------------------------------------------------------------------------
 
-    def _record(self, kind: _Kind, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums) -> None:
+    def _record(
+        self, kind: _Kind, plan: _Plan, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums
+    ) -> None:
         run, tensors, calls = self._run, sums.tensors(), dict(self._run.calls)
         before = [(moment.rows, moment.products, moment.are_alike) for moment in sums.moments]
         fine: list[Tensor] = []
@@ -145,28 +211,29 @@ class RecordedBatches:
 
         def function() -> list[Tensor]:
             statistic, outputs = self._add(x, y, generator, admitted)
-            return [statistic, outputs, *fine]
+            (fit,) = fine
+            return [statistic, outputs, fit, *(matrix for watch in watches for matrix in watch.likeness)]
 
         staying = [tensor for (what, _), tensor in tensors.items() if what != "moment"]
         try:
-            tape, given = record(function, [*tensors_of(x), y], generator, staying)
+            with sums.watched(samples=True) as watches:
+                for moment, likely in zip(sums.moments, plan.are_alike, strict=True):
+                    moment.are_alike = likely
+                tape, given = record(function, [*tensors_of(x), y], generator, staying, always=3)
             after = _Sums(run)
             if after.places != sums.places or [*map(id, after.tensors().values())] != [*map(id, tensors.values())]:
                 raise NotRecordable("a batch replaces tensors of the model or of the sums")
+            if _choices([watch.uses for watch in watches]) != plan.choices:
+                raise NotRecordable("batches of one shape add other rows")
             if tape.mixed and y.is_cuda:
                 raise NotRecordable("a batch copies between devices")
             if tape.draws_inside and generator is not None and has_graphs(y.device):
                 raise NotRecordable("a graph draws random numbers from torch's own generator alone")
             kind.names = self._named(given, tensors)
             kind.outputs = tape.part([0, 1])
-            if not all(
-                m.products <= SMALL or products > SMALL
-                for m, (_, products, _) in zip(sums.moments, before, strict=True)
-            ):
-                raise NotRecordable("a sum passes the number of products up to which they are float64's")
+            kind.decide = {n: len(watch.likeness) for n, watch in enumerate(watches) if watch.likeness}
             kind.rows = [moment.rows - rows for moment, (rows, _, _) in zip(sums.moments, before, strict=True)]
             kind.products = [m.products - products for m, (_, products, _) in zip(sums.moments, before, strict=True)]
-            kind.are_alike = [moment.are_alike for moment in sums.moments]
             kind.calls = [run.calls[rule] - calls[rule] for rule in run.rules]
             kind.tape = tape
         except Exception as error:  # whatever a mode makes a model raise: the batch runs as it is, with its own errors
@@ -204,8 +271,10 @@ class RecordedBatches:
         return self._given[kind]
 
     def _is_the_network(self, kind: _Kind, x: Inputs, y: Tensor, sums: _Sums) -> bool:
-        """Whether the tape's outputs are the network's, compared once in a fit. Waits for the device."""
-        if kind not in self._verified:
+        """Whether the tape's outputs are the network's, compared once in a fit, or once for all where nothing else but what is known of the
+        network decides on them. Waits for the device."""
+        if kind not in self._verified and not (kind.proven and self._known.all_seen):
+            self.changeless = False
             given, prepared = self._of_fit(kind, sums)
             with torch.no_grad():
                 own = model_outputs(self._run.model, map_tensors(x, Tensor.clone))
@@ -215,33 +284,58 @@ class RecordedBatches:
                 kind.tape = None
                 kind.refused = "the network's outputs for another batch are not those of the recorded function"
                 return False
-            if not kind.fresh:
+            if kind.recorded is None:
+                kind.recorded = own
+            elif not torch.equal(own, kind.recorded):
                 self._verified.add(kind)
-            kind.fresh = False
+                kind.proven = True
         return True
 
+    @staticmethod
+    def _can_decide(kind: _Kind, plan: _Plan, sums: _Sums) -> bool:
+        """Whether what data decide on can be found out by the tape, whose batch can be undone."""
+        if not plan.asked:
+            return True
+        undone = kind.writes_sums_alone and not kind.tape.draws_inside
+        return undone and kind.decide.keys() >= {*plan.asked} and not any(m.rows or m.products for m in sums.moments)
+
     def _again(
-        self, kind: _Kind, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums
-    ) -> tuple[Tensor, Tensor]:
-        inputs, given = [*tensors_of(x), y], self._of_fit(kind, sums)
+        self, kind: _Kind, plan: _Plan, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums
+    ) -> tuple[Tensor, Tensor] | None:
+        """Add a batch by the tape. What data decide on is found out with it; None where that is not what the plan takes for it, and nothing
+        is added."""
+        self.changeless = self.changeless and kind.writes_sums_alone
+        inputs, given, graph = [*tensors_of(x), y], self._of_fit(kind, sums), None
+        draws_before = _states(y.device, generator) if plan.asked else []
         if has_graphs(y.device):
             graph = self._graphs.get(kind)
             if graph is None:
                 graph = self._graphs[kind] = _Graph(kind.tape, *given, self._graphs_of(y.device))
-            statistic, outputs, fine = graph(inputs, generator)
-            self._fine = fine.clone() if self._fine is None else self._fine.logical_and_(fine)
+            found = graph(inputs, generator, bool(plan.asked))
         else:
-            statistic, outputs, fine = kind.tape.run(inputs, *given, kind.tape.draws(generator), generator)
-            if not fine:
-                self._likelihood.check(outputs, y)
-                raise ValueError(
-                    f"targets: {type(self._likelihood).__name__}.admitted refuses what its check takes; both must agree."
-                )
+            draws = kind.tape.draws(generator)
+            found = kind.tape.run(inputs, *given, draws, generator, all_outputs=bool(plan.asked))
+        statistic, outputs, fine, *matrices = found
+        if plan.asked:
+            taken = iter(matrices)
+            likeness = {number: tuple(next(taken) for _ in range(count)) for number, count in kind.decide.items()}
+            if are_alike([likeness[number] for number in plan.asked]) != [plan.are_alike[n] for n in plan.asked]:
+                for moment in sums.moments:
+                    moment.total.zero_()
+                for its_own, state in draws_before:
+                    its_own.set_state(state)
+                return None
+        if graph is not None:
+            self.fine = fine.clone() if self.fine is None else self.fine.logical_and_(fine)
+        elif not fine:
+            self._likelihood.check(outputs, y)
+            raise ValueError(
+                f"targets: {type(self._likelihood).__name__}.admitted refuses what its check takes; both must agree."
+            )
         if self._checks:
             self._likelihood.check(outputs, y)
-        added = zip(sums.moments, kind.rows, kind.products, kind.are_alike, strict=True)
-        for moment, rows, products, moment.are_alike in added:
-            moment.products += products
+        for moment, rows, products, few in zip(sums.moments, kind.rows, kind.products, plan.are_alike, strict=True):
+            moment.products, moment.are_alike = moment.products + products, few
             moment.count(rows)
         for rule, calls in zip(self._run.rules, kind.calls, strict=True):
             self._run.calls[rule] += calls
@@ -276,16 +370,26 @@ class _Sums:
         for factor, inputs, outputs in self._factors:
             factor.input_moment, factor.output_moment = inputs, outputs
 
-    def state(self) -> tuple[Any, ...]:
-        of_products = tuple((moment.are_alike, moment.products > SMALL) for moment in self.moments)
-        return of_products, tuple(self.places)
+    @contextmanager
+    def watched(self, samples: bool) -> Iterator[list[Watch]]:
+        """For the duration of the context, what a batch does to the sums is noted."""
+        watches = [Watch(samples) for _ in self.moments]
+        try:
+            for moment, watch in zip(self.moments, watches, strict=True):
+                moment.watch = watch
+            yield watches
+        finally:
+            for moment in self.moments:
+                moment.watch = None
 
-    def are_like_those_of(self, kind: _Kind) -> bool:
-        """Whether a batch of the kind has products in the dtypes in which they were recorded."""
-        return all(
-            m.products > SMALL or m.products + more <= SMALL
-            for m, more in zip(self.moments, kind.products, strict=True)
-        )
+    def plan(self, shape: _Shape) -> _Plan | None:
+        """What the sums do with a batch of this shape; None where that cannot be said."""
+        uses = zip(self.moments, shape.uses, shape.likely, strict=True)
+        found = [moment.choices(its, likely) for moment, its, likely in uses]
+        if any(asked and likely is None for _, likely, asked in found):
+            return None
+        choices, likely, asked = zip(*found, strict=True) if found else ((), (), ())
+        return _Plan(choices, [*likely], [number for number, one in enumerate(asked) if one])
 
     def tensors(self) -> dict[Name, Tensor]:
         """The tensors that a tape takes from the fit, by name."""
@@ -312,35 +416,40 @@ class _Graph:
         self._outputs: list[Tensor] = []
         self._replay: Callable[[], None] | None = None
 
-    def __call__(self, inputs: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
-        """The tape's outputs, which the next call writes over."""
+    def __call__(
+        self, inputs: Sequence[Tensor], generator: torch.Generator | None, all_outputs: bool = False
+    ) -> list[Tensor]:
+        """The tape's outputs, which the next call writes over; all of them of the first call alone."""
         tensors = [*inputs, *self._tape.draws(generator)]
         if not self._places:
             self._places = [_apart(t) for t in tensors]
             work = self._graphs.warm_up
         elif self._replay is None:
-            self._replay = self._captured()
+            self._replay = recorded_or_told(self._graphs, self._work, "fit: a recorded batch")
         for place, tensor in zip(self._places, tensors, strict=True):
             _fill(place, tensor)
         if self._replay is None:
-            work(self._work)
+            work(partial(self._work, all_outputs))
         else:
             self._replay()
         return self._outputs
 
-    def _captured(self) -> Callable[[], None]:
-        try:
-            return self._graphs.record(self._work)
-        except RuntimeError as error:
-            warnings.warn(
-                f"fit: a recorded batch cannot be captured as a CUDA graph ({error}); its operators run one by one.",
-                stacklevel=2,
-            )
-            return self._work
-
-    def _work(self) -> None:
+    def _work(self, all_outputs: bool = False) -> None:
         count = len(self._places) - self._tape.drawn
-        self._outputs = self._tape.run(self._places[:count], *self._of_fit, self._places[count:])
+        inputs, draws = self._places[:count], self._places[count:]
+        self._outputs = self._tape.run(inputs, *self._of_fit, draws, all_outputs=all_outputs)
+
+
+def _choices(uses: Sequence[Sequence[Use]]) -> Choices:
+    return tuple(tuple(use.doubled for use in its) for its in uses)
+
+
+def _states(device: torch.device, generator: torch.Generator | None) -> list[tuple[torch.Generator, Tensor]]:
+    """The generators that a batch may draw from, and their states."""
+    own = [torch.default_generator] if generator is None else [torch.default_generator, generator]
+    if device.type == "cuda":
+        own.append(torch.cuda.default_generators[device.index or 0])
+    return [(one, one.get_state()) for one in own]
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -358,11 +467,6 @@ def _fill(place: Tensor, tensor: Tensor) -> None:
     place.copy_(tensor)
 
 
-def has_graphs(device: torch.device) -> bool:
-    """Whether work on a device can be recorded as a graph."""
-    return device.type == "cuda"
-
-
 def _checks_on_device(likelihood: type[Likelihood]) -> bool:
     """Whether ``admitted`` finds what ``check`` finds in values: it does where no subclass defines the latter alone."""
     for kind in likelihood.__mro__:
@@ -376,6 +480,7 @@ def _checks_on_device(likelihood: type[Likelihood]) -> bool:
 def _precision() -> tuple[Any, ...]:
     """Settings of torch by which the same operators have other results."""
     return (
+        torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.allow_tf32,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,46 @@ SMALL = 1 << 25
 # of gradients of units that are never off.
 SAMPLE, NUMBERS, ALIKE = 32, 2048, 1e-5
 DOUBLED = 1 << 22  # numbers that are copied to float64 at a time
+
+
+class Use(NamedTuple):
+    """Rows that a batch added to a sum.
+
+    Attributes:
+        products: of two numbers. doubled: whether these were taken in float64.
+        free: whether the sum's state decides on that. several: whether there were several rows.
+    """
+
+    products: int
+    doubled: bool
+    free: bool
+    several: bool
+
+
+@dataclasses.dataclass
+class Watch:
+    """What a batch does to a sum.
+
+    Attributes:
+        samples: whether ``likeness`` is wanted.
+        likeness: of the rows that a sum without rows decides by, see :func:`likeness`; none where it does not decide.
+    """
+
+    samples: bool = False
+    uses: list[Use] = dataclasses.field(default_factory=list)
+    likeness: tuple[Tensor, ...] = ()
+
+    def add(self, use: Use, rows: Tensor) -> None:
+        """Note a use, and what it may be decided by."""
+        self.uses.append(use)
+        if (
+            self.samples
+            and not self.likeness
+            and use.free
+            and use.several
+            and sum(u.products for u in self.uses) > SMALL
+        ):
+            self.likeness = likeness(rows)
 
 
 class SecondMoment:
@@ -57,6 +98,7 @@ class SecondMoment:
         self.basis = basis
         self.products = 0  # that were taken
         self.are_alike: bool | None = None  # rows, but for a few directions
+        self.watch: Watch | None = None  # of a batch
         self._eigenvalues: Tensor | None = None
         self._decomposed_on: Tensor | None = None  # the basis' matrix that they belong to
 
@@ -136,9 +178,12 @@ class SecondMoment:
 
     def _in_its_dtype(self, rows: Tensor, products: int, narrow: bool = False) -> Iterator[Tensor]:
         """Rows, or images, in the dtype in which so many products of theirs are to be taken: all of them, or in float64 some at a time."""
-        small = self.products + products <= SMALL
+        small, free = self.products + products <= SMALL, rows.dtype != torch.float64 and not narrow
         self.products += products
-        if rows.dtype == torch.float64 or not (narrow or small or self._alike(rows)):
+        doubled = rows.dtype != torch.float64 and (narrow or small or self._alike(rows))
+        if self.watch is not None:
+            self.watch.add(Use(products, doubled, free, rows.shape[0] > 1), rows)
+        if not doubled:
             yield rows
         else:
             each = max(rows.numel() // max(rows.shape[0], 1), 1)
@@ -147,8 +192,19 @@ class SecondMoment:
     def _alike(self, rows: Tensor) -> bool:
         """Whether rows differ in few directions, by the first that are several."""
         if self.are_alike is None and rows.shape[0] > 1:
-            self.are_alike = _alike(rows)
+            (self.are_alike,) = are_alike([likeness(rows)])
         return bool(self.are_alike)
+
+    def choices(self, uses: Sequence[Use], likely: bool | None) -> tuple[tuple[bool, ...], bool | None, bool]:
+        """The ``doubled`` of uses that are to come, ``are_alike`` after them, and whether data decide on these, of which ``likely`` is then
+        taken for the decision."""
+        products, alike, asked, found = self.products, self.are_alike, False, []
+        for use in uses:
+            products += use.products
+            if use.free and products > SMALL and use.several and alike is None:
+                alike, asked = likely, True
+            found.append((products <= SMALL or bool(alike)) if use.free else use.doubled)
+        return tuple(found), alike, asked
 
     def count(self, rows: int) -> None:
         """Say that this many rows were added to ``total`` by other means; no fewer, for a sum has no larger rank."""
@@ -375,26 +431,46 @@ def _checked(moments: Sequence[SecondMoment], values: Tensor) -> list[Tensor]:
     return [own.view(shape) for own, shape in zip(values.split(numbers), shapes, strict=True)]
 
 
-def _alike(rows: Tensor) -> bool:
-    """Whether rows ``(R, ...)``, several, differ in few directions."""
+def likeness(rows: Tensor) -> tuple[Tensor, ...]:
+    """What decides whether rows ``(R, ...)``, several, differ in few directions: products of normalised vectors among them."""
     sample = rows[:: max(rows.shape[0] // SAMPLE, 1)][:SAMPLE].flatten(1)
-    if _of_few_directions(sample[:, :: max(sample.shape[1] // NUMBERS, 1)]):
-        return True
+    found = _of_normalised(sample[:, :: max(sample.shape[1] // NUMBERS, 1)])
     if rows.dim() != 3 or min(rows.shape[0], rows[0].numel()) < 4 * SAMPLE:
-        return False
+        return (found,)
     beside = rows[:: rows.shape[0] // (4 * SAMPLE)][: 4 * SAMPLE].flatten(1)
-    return _of_few_directions(beside.narrow(1, beside.shape[1] // 2 - SAMPLE, 2 * SAMPLE).T, 0.0)
+    return found, _of_normalised(beside.narrow(1, beside.shape[1] // 2 - SAMPLE, 2 * SAMPLE).T)
 
 
-def _of_few_directions(vectors: Tensor, share: float = 0.5) -> bool:
-    """Whether that share of the eigenvalues of the normalised vectors' products, or one, is next to nothing; without those of zeros."""
-    norms = vectors.double().norm(dim=1, keepdim=True)
-    fine = ((norms > 0) & norms.isfinite())[:, 0]  # what is not finite whoever reads the sum refuses
-    vectors = (vectors.double() / norms)[fine]
-    if len(vectors) < 2:
-        return False
-    values = torch.linalg.eigvalsh((vectors @ vectors.T).cpu())
-    return bool(values[max(int(share * len(values)) - 1, 0)] < ALIKE * values[-1])
+def are_alike(found: Sequence[tuple[Tensor, ...]]) -> list[bool]:
+    """Whether rows of this likeness differ in few directions, sum by sum. Waits for the device once."""
+    matrices = [matrix for of_sum in found for matrix in of_sum]
+    sizes = [len(matrix) for matrix in matrices]
+    flat = torch.cat([matrix.flatten() for matrix in matrices]).to("cpu").split([size**2 for size in sizes])
+    by_size: dict[int, list[int]] = {}
+    for number, size in enumerate(sizes):
+        by_size.setdefault(size, []).append(number)
+    values = [torch.linalg.eigvalsh(torch.stack([flat[n].view(d, d) for n in its])) for d, its in by_size.items()]
+    numbers = iter(torch.cat([of_size.flatten() for of_size in values]).tolist())
+    spectra = {n: [next(numbers) for _ in range(d)] for d, its in by_size.items() for n in its}
+    # Of rows spread over all, half of the eigenvalues; of numbers side by side, one.
+    shares = [share for of_sum in found for share, _ in zip((0.5, 0.0), of_sum, strict=False)]
+    few = iter([_are_of_few_directions(spectra[n], share) for n, share in enumerate(shares)])
+    return [any([next(few) for _ in of_sum]) for of_sum in found]
+
+
+def _of_normalised(vectors: Tensor) -> Tensor:
+    """Products of the normalised vectors, float64; -1 of one with itself that has no direction."""
+    vectors = vectors.double()
+    norms = vectors.norm(dim=1, keepdim=True)
+    fine = (norms > 0) & norms.isfinite()  # what is not finite whoever reads the sum refuses
+    vectors = (vectors / norms).masked_fill(~fine, 0.0)
+    return (vectors @ vectors.T).diagonal_scatter(2.0 * fine[:, 0].double() - 1.0)
+
+
+def _are_of_few_directions(values: Sequence[float], share: float) -> bool:
+    """Whether that share of the eigenvalues, ascending, or one is next to nothing; without those of vectors that have no direction."""
+    values = [value for value in values if value > -0.5]
+    return len(values) > 1 and values[max(int(share * len(values)) - 1, 0)] < ALIKE * values[-1]
 
 
 def _at_once(moments: Iterable[SecondMoment]) -> list[list[SecondMoment]]:

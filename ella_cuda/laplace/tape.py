@@ -6,6 +6,7 @@ operators alone. What Python decides is constant in it, so a function that reads
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -191,14 +192,18 @@ class Tape:
         operators: how many operators a run calls, views apart.
         mixed: whether a run copies between devices.
         draws_inside: whether a run draws random numbers that depend on its inputs.
+        written: which of the tensors that were there before a run writes, by their numbers.
 
     Args:
         recorder: of the function.
         outputs: what the function returned.
         staying: tensors of ``given`` that are the same from one run to the next, as parameters are.
+        always: how many of the outputs every run has; the others are those of runs that ask for them.
     """
 
-    def __init__(self, recorder: _Recorder, outputs: Sequence[Tensor], staying: Iterable[Tensor]) -> None:
+    def __init__(
+        self, recorder: _Recorder, outputs: Sequence[Tensor], staying: Iterable[Tensor], always: int | None = None
+    ) -> None:
         self._inputs, self._outputs = recorder.inputs, [recorder.slot_of(tensor) for tensor in outputs]
         self._storages, self._given = recorder.storages, {recorder.storages[slot] for slot in recorder.given}
         steps = self._needed(recorder.steps, self._outputs, self._given, draws=True)
@@ -214,11 +219,15 @@ class Tape:
         self._constants = _function(self._steps[ONCE], [], once)(None)
         self._of_staying = _function(self._steps[STAYING], [self._slots, once], staying_too)
         self._of_draws = _function(self._steps[DRAWING], [once], drawn)
-        self._run = _function(self._steps[EACH], self._parts, self._outputs)
+        always = len(outputs) if always is None else always
+        each = self._needed(self._steps[EACH], self._outputs[:always], self._given, draws=True)
+        self._run = _function(each, self._parts, self._outputs[:always])
         self.drawn = len(drawn)
-        self.operators = sum(not step.op.is_view for step in self._steps[EACH])
+        self.operators = sum(not step.op.is_view for step in each)
         self.mixed = any(step.mixed for step in self._steps[EACH])
         self.draws_inside = any(step.is_random() for step in self._steps[EACH])
+        written = {self._storages[slot] for step in each for slot in step.writes}
+        self.written = [number for number, slot in enumerate(self._slots) if self._storages[slot] in written]
 
     def prepared(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """What is made of tensors that stay, once for all runs with them."""
@@ -235,8 +244,9 @@ class Tape:
         prepared: Sequence[Tensor],
         draws: Sequence[Tensor],
         generator: torch.Generator | None = None,
+        all_outputs: bool = False,
     ) -> list[Tensor]:
-        """The function's outputs; what it writes is written.
+        """The function's outputs, those that every run has unless all are asked for; what it writes is written.
 
         Args:
             inputs: of the shapes, strides and dtypes of those that were recorded.
@@ -244,7 +254,12 @@ class Tape:
             prepared: by :meth:`prepared`. draws: by :meth:`draws`.
             generator: of draws that depend on the inputs.
         """
-        return self._call(self._run, generator, inputs, given, self._constants, prepared, draws)
+        run = self._run_of_all if all_outputs else self._run
+        return self._call(run, generator, inputs, given, self._constants, prepared, draws)
+
+    @functools.cached_property
+    def _run_of_all(self) -> Callable[..., list[Tensor]]:
+        return _function(self._steps[EACH], self._parts, self._outputs)
 
     def part(self, outputs: Sequence[int]) -> Callable[..., list[Tensor]]:
         """``(inputs, given, prepared) -> outputs`` of some of the outputs alone; writes nothing that was there before.
@@ -320,6 +335,7 @@ def record(
     inputs: Sequence[Tensor],
     generator: torch.Generator | None = None,
     staying: Iterable[Tensor] = (),
+    always: int | None = None,
 ) -> tuple[Tape, list[Tensor]]:
     """The tape of a function that closes over its inputs, and the tensors that were there before. The function runs, but nothing that was
     there before changes, generators neither.
@@ -329,6 +345,7 @@ def record(
         inputs: tensors, others in each run.
         generator: that the function draws from beside the global ones; others in each run.
         staying: tensors that are the same from one run to the next.
+        always: how many of the outputs every run has; None is all.
 
     Raises:
         NotRecordable: the function reads numbers, or does what cannot be run again.
@@ -343,7 +360,7 @@ def record(
     finally:
         if generator is not None:
             generator.set_state(state)
-    tape = Tape(recorder, outputs, staying)
+    tape = Tape(recorder, outputs, staying, always)
     return tape, [recorder.given[slot] for slot in tape._slots]
 
 

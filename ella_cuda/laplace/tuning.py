@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ella_cuda.laplace.parameters import check_choice, number
 from ella_cuda.laplace.prior_structure import STRUCTURES
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision
+from ella_cuda.recording import CudaGraphs, has_graphs, recorded_or_told
 
 METHODS = ("marglik", "mackay", "gridsearch", "loo")
 SMALLEST, LARGEST = 1e-6, 1e10  # precisions that fixed points are held between
@@ -88,7 +89,7 @@ def climb(
 ) -> None:
     """Steps of a fused optimizer of the logarithms of the groups' precisions, and maybe of sigma, up the tempered evidence times ``weight``.
     Each is the same function of static shapes on the same tensors, of which the host reads none: ``graphs``, a :class:`CudaGraphs`, records
-    the second and replays it."""
+    the second and replays it; None runs each as it is."""
     options = optimizer.param_groups[0]
     options["capturable"] = graphs is not None
 
@@ -101,15 +102,20 @@ def climb(
     with torch.inference_mode(False), torch.no_grad():
         for done in tqdm(range(n_steps), desc="evidence", disable=not progress_bar, leave=False):
             if graphs is not None and done < 2:
-                run = graphs.record(step) if done else functools.partial(graphs.warm_up, step)
+                run = (
+                    recorded_or_told(graphs, step, "a step on the prior precisions")
+                    if done
+                    else partial(graphs.warm_up, step)
+                )
             run()
     optimizer.zero_grad()  # gradients may lie in a graph's memory
 
 
-def raise_evidence(
-    la: Evidence, n_steps: int, lr: float, groups: Groups, tune_sigma: bool, progress_bar: bool, graphs: Any = None
-) -> None:
-    """Adam on the logarithms of the precisions, one for each group of tensors, and of sigma; ValueError where these end at no finite one."""
+def raise_evidence(la: Evidence, n_steps: int, lr: float, groups: Groups, tune_sigma: bool, progress_bar: bool) -> None:
+    """Adam on the logarithms of the precisions, one for each group of tensors, and of sigma; ValueError where these end at no finite one. On
+    CUDA steps are recorded, where their ops are those of a graph."""
+    device = la.square_norms.device
+    graphs = CudaGraphs(device) if la.records_steps and has_graphs(device) and n_steps > 2 else None
     with torch.inference_mode(False), torch.no_grad():
         at = logarithms(la, groups)
         learnt = [at[:-1].clone(), *([-0.5 * at[-1]] if tune_sigma else [])]

@@ -18,6 +18,7 @@ from ella_cuda.laplace import (
     KronLaplace,
     base,
     curvature,
+    fitted_model,
     known_model,
     kronecker_sums,
     recorded_batches,
@@ -26,6 +27,7 @@ from ella_cuda.laplace import (
 )
 from ella_cuda.laplace.interception import OperatorMode
 from ella_cuda.laplace.likelihoods import Classification
+from ella_cuda.laplace.read_globals import GlobalsRead
 from ella_cuda.laplace.recorded_batches import RecordedBatches, _Sums
 from ella_cuda.laplace.tape import NotRecordable, record
 from python_tests.laplace.checks import randomised
@@ -55,7 +57,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         RecordedBatches,
         "_again",
-        lambda self, kind, x, y, *rest: found.append(len(y)) or again(self, kind, x, y, *rest),
+        lambda self, kind, plan, x, y, *rest: found.append(len(y)) or again(self, kind, plan, x, y, *rest),
     )
     return found
 
@@ -134,14 +136,46 @@ def test_likelihoods(case, patient, replays):
 @pytest.mark.parametrize("small", [0, 40, 100, 150, 1 << 40])
 def test_sums_that_grow_past_those_that_are_multiplied_in_double(small, monkeypatch, patient, replays):
     """One batch of a layer has 3 rows of 3 or 4 numbers: 27 or 48 products."""
-    for module in (second_moment, recorded_batches):
-        monkeypatch.setattr(module, "SMALL", small)
+    monkeypatch.setattr(second_moment, "SMALL", small)
     monkeypatch.setattr(second_moment, "WHOLE", 0)
     model = Network(CASES["Linear"]).float()
     x, y = model.data(5)
     recorded, plain = both_ways(model, in_threes(x.float(), y) * 2, patient)
     assert recorded == plain
     assert replays
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("seeded", [False, True])
+def test_the_first_batch_of_a_later_fit(seeded, graphs, monkeypatch, patient, replays):
+    """Its data decide on the dtypes of products, which the tape takes for what they were: it is run again where they are others."""
+    monkeypatch.setattr(second_moment, "SMALL", 0)
+    monkeypatch.setattr(second_moment, "WHOLE", 0)
+    if graphs:
+        stand_in(monkeypatch)
+    model, (x, y) = perceptron().float(), vectors(9)
+    loaders = [in_threes(rows.float(), y) for rows in (x, x + 1e4)]
+
+    def fit(loader) -> tuple[Sums, Tensor]:
+        generator = torch.Generator().manual_seed(3) if seeded else None
+        torch.manual_seed(3)
+        sums = Sums(KronLaplace(model, fisher="mc").fit(loader, generator=generator))
+        return sums, torch.rand(2, generator=generator)
+
+    patient(NEVER)
+    known_model._known.clear()
+    plain = [fit(loader) for loader in loaders]
+    alike = [[moment.are_alike for moment in sums.moments] for sums, _ in plain]
+    assert alike[0] != alike[1]
+    patient(2)
+    known_model._known.clear()
+    for _ in range(3):
+        replays.clear()
+        sums, drawn = fit(loaders[0])
+        assert sums == plain[0][0] and torch.equal(drawn, plain[0][1])
+    assert replays[0] == 3 and len(replays) == 8
+    sums, drawn = fit(loaders[1])
+    assert sums == plain[1][0] and torch.equal(drawn, plain[1][1])
 
 
 class Scaled(nn.Module):
@@ -230,7 +264,8 @@ def test_a_generator_gives_each_batch_its_draws(patient, replays):
     assert len(replays) in (5 + 8, 6 + 8)
 
 
-SETTINGS = {"factor": 1.0}
+SETTINGS = {"factor": 1.0, "halved": False}
+HIDDEN = SimpleNamespace(factor=1.0)
 
 
 class Turning(nn.Module):
@@ -248,7 +283,7 @@ class Turning(nn.Module):
             x = x * x.new_tensor([1.0] * len(x.sum(1).tolist()))[:, None]
         if self.reads == "mask":
             return self.layer(x.masked_fill(x.new_zeros(x.shape, dtype=torch.bool), x[x > 0].sum().detach()))
-        return SETTINGS["factor"] * self.layer(x)
+        return SETTINGS["factor"] * HIDDEN.factor * self.layer(x)
 
 
 @pytest.mark.parametrize("reads", ["item", "tolist", "mask"])
@@ -390,7 +425,7 @@ def test_a_network_that_changed_between_fits_runs_as_it_is(patient, replays, mon
     model, loader = Turning(), in_threes(*vectors(9))
     la = KronLaplace(model).fit(loader)
     assert len(replays) in (5, 6)
-    monkeypatch.setitem(SETTINGS, "factor", 2.0)  # where no description of the model looks
+    monkeypatch.setattr(HIDDEN, "factor", 2.0)  # where no description of the model looks
     la.fit(loader)
     assert any("not those of the recorded function" in k.refused for k in known_model.known_of(model).kinds.values())
     assert Sums(la) == fitted(copy.deepcopy(model), loader, patient)
@@ -405,21 +440,80 @@ class Halving(nn.Module):
         self.layer, self.config = nn.Linear(6, 4).double(), SimpleNamespace(of={"halved": False})
 
     def twice(self, h: Tensor) -> Tensor:
-        return h + (h.detach() if self.config.of["halved"] else h)
+        return h + (h.detach() if self.config.of["halved"] or SETTINGS["halved"] else h)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.twice(self.layer(x))
 
 
-@pytest.mark.parametrize("change", ["a setting", "a method"])
+@pytest.mark.parametrize("change", ["a setting", "a method", "a global"])
 def test_another_gradient_at_the_same_outputs(change, patient, replays, monkeypatch):
     model, loader = Halving(), in_threes(*vectors(9))
     la = KronLaplace(model).fit(loader)
     if change == "a setting":
         model.config.of["halved"] = True
+    elif change == "a global":
+        monkeypatch.setitem(SETTINGS, "halved", True)
     else:
         monkeypatch.setattr(Halving, "twice", lambda self, h: h + h.detach())
     assert Sums(la.fit(loader)) == fitted(copy.deepcopy(model), loader, patient)
+
+
+def factor_of_settings() -> float:
+    return SETTINGS["factor"]
+
+
+def imported() -> float:
+    import time
+
+    return time.time()
+
+
+FORWARDS = {  # a function of a module and x, and whether all that it reads is seen
+    "layers": (lambda self, x: torch.flatten(self.layer(x), 1).relu(), True),
+    "a dictionary": (lambda self, x: SETTINGS["factor"] * self.layer(x), True),
+    "a function": (lambda self, x: factor_of_settings() * self.layer(x), True),
+    "nested": (lambda self, x: sum(SETTINGS["factor"] * self.layer(x) for _ in range(1)), True),
+    "a default": (lambda self, x, by=2.0: by * self.layer(x), True),
+    "an object": (lambda self, x: HIDDEN.factor * self.layer(x), False),
+    "an import": (lambda self, x: imported() * self.layer(x), False),
+    "a module": (lambda self, x: random.random() * self.layer(x), False),
+    "any name": (lambda self, x: getattr(self, "".join("layer"))(x), False),
+}
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_globals_that_a_forward_reads(forward, monkeypatch):
+    function, seen = FORWARDS[forward]
+    model = type("Reading", (nn.Module,), {"forward": function})()
+    model.layer = nn.Linear(6, 4)
+    before = GlobalsRead(model.modules())
+    assert before.all_seen == seen
+    assert before.values == GlobalsRead(model.modules()).values
+    monkeypatch.setitem(SETTINGS, "factor", 3.0)
+    moved = forward in ("a dictionary", "a function", "nested")
+    assert (before.values != GlobalsRead(model.modules()).values) == moved
+    model.extra = {"a": 1.0}
+    assert GlobalsRead(model.modules()).values != before.values
+    model.extra = HIDDEN
+    assert not GlobalsRead(model.modules()).all_seen
+
+
+def test_a_network_of_which_all_is_seen_is_compared_once_for_all(patient, monkeypatch):
+    known_model._known.clear()
+    compared, loader = [], in_threes(*vectors(18))[:7]
+    outputs = recorded_batches.model_outputs
+    monkeypatch.setattr(
+        recorded_batches, "model_outputs", lambda model, x: compared.append(len(x)) or outputs(model, x)
+    )
+    for model, again in ((perceptron(), []), (Turning(), [3])):
+        la = KronLaplace(model).fit(loader)
+        assert compared == [3, 3]  # the batch that was recorded, and another
+        compared.clear()
+        assert Sums(la.fit(loader)) == fitted(copy.deepcopy(model), loader, patient)
+        assert compared == again
+        patient(2)
+        compared.clear()
 
 
 def test_hooks_see_every_batch(replays):
@@ -445,6 +539,33 @@ def test_a_buffer_that_the_network_counts_in(patient, replays):
     recorded, plain = both_ways(model, loader, patient)
     assert recorded == plain
     assert len(replays) in (5, 6)
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_buffers_are_looked_at_after_a_fit_that_may_have_filled_them(fills, patient, monkeypatch):
+    class Filling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4).double()
+            self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if fills:
+                self.total += x.abs().sum()
+            return self.layer(x)
+
+    looked, filled_since = [], fitted_model.filled_since
+    monkeypatch.setattr(fitted_model, "filled_since", lambda *a: looked.append(1) or filled_since(*a))
+    la, loader = KronLaplace(randomised(Filling())), in_threes(*vectors(18))[:7]
+    for number in range(3):
+        la.fit(loader)
+        assert len(looked) == (number + 1 if fills else 1)
+        assert la.fitted_model.filled == ({"total"} if fills else set())
+        la.fitted_model.require_unchanged()
+    with torch.no_grad():
+        la.model.layer.weight.data[0, 0] += 1e-3
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la.fitted_model.require_unchanged()
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, tuning
 from ella_cuda.laplace.prior_structure import group_indices
 from ella_cuda.laplace.tuning import NOTHING, Groups, climb, fixed_points, log_density, logarithms, raise_evidence
 from ella_cuda.training import MarglikTrainer
@@ -113,12 +113,12 @@ def test_of_what_is_at_its_mean_and_without_data_nothing_is_learned() -> None:
     assert torch.equal(la.prior_precision[1:], torch.full((3,), 1e10, dtype=torch.float64))
 
 
-def normalised() -> KronLaplace:
+def normalised(kind: type[Any] = KronLaplace) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)
     )
-    return KronLaplace(randomised(model), "regression").fit(data(50, 0))
+    return kind(randomised(model), "regression").fit(data(50, 0))
 
 
 # By hand: the tensors of each group, of weight and bias of the modules 0, 1, 3, 4 and 5.
@@ -184,6 +184,18 @@ def test_a_graph_replays_steps_up_the_evidence(structure: str, tune_sigma: bool)
     ten = counts[2] - counts[0]
     assert ten.ops["ella_cuda::kron_evidence"] == 10
     assert ten.ops.total() - ten.views.total() <= 10 * (7 + 4 * (structure != "layerwise") + 24 * tune_sigma)
+
+
+@pytest.mark.parametrize("kind", [KronLaplace, FullLaplace])
+def test_steps_on_the_precisions_are_recorded_where_there_are_graphs(kind, monkeypatch) -> None:
+    found, graphs = [], []
+    monkeypatch.setattr(tuning, "CudaGraphs", lambda device: graphs.append(RecordedGraphs(device)) or graphs[-1])
+    for there in (False, True):
+        monkeypatch.setattr(tuning, "has_graphs", lambda device, there=there: there)
+        la = normalised(kind)
+        found.append(la.optimize_prior_precision(method="marglik", n_steps=7, init_prior_prec=2.0))
+    assert torch.equal(*found)
+    assert [(one.warmed, one.recorded, one.replayed) for one in graphs] == [(1, 1, 6)] * (kind is KronLaplace)
 
 
 def test_steps_that_lead_to_no_number_are_refused_at_the_end() -> None:

@@ -702,7 +702,9 @@ def hessian_sum(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> tup
     made = type(likelihood).columns
     if made is Classification.columns:
         p = torch.softmax(outputs.double(), -1) * likelihood._counted(targets)[:, None]
-        return p.sum(0).diag() - p.T @ p, len(p) * (p.shape[1] - 1)
+        found = (-(p.T @ p)).fill_diagonal_(0.0)
+        # Rows of the Hessian sum to zero. The sum of p - p^2 would round certain predictions to none.
+        return found - found.sum(1).diag(), len(p) * (p.shape[1] - 1)
     if made in (IndependentLikelihood.columns, Regression.columns):
         return likelihood.second_derivative(outputs.double(), targets).sum(0).diag(), outputs.numel()
     return None

@@ -115,7 +115,7 @@ class KronLaplace(BaseLaplace):
     der Ouderaa et al., NeurIPS 2023, section 4 (factored layers).
     """
 
-    records_steps = True
+    _records_steps = True
     _settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation")
 
     def __init__(

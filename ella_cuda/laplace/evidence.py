@@ -119,10 +119,10 @@ class Evidence:
         free_elements: one where an element has a posterior and zero elsewhere, ``(P,)`` float64; None where all have one.
         statistic_gradients: of the statistic, in the buffers that required a gradient at the fit.
         linear_fit: a LinearMode once it was found.
-        records_steps: whether :meth:`_terms` are a function of static shapes that the host reads nothing of, once they were there.
     """
 
-    records_steps: ClassVar[bool] = False
+    # Whether ``_terms`` are a function of static shapes that the host reads nothing of, once they were there.
+    _records_steps: ClassVar[bool] = False
     model: nn.Module
     fitted_model: FittedModel
     likelihood: str

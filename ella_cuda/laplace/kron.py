@@ -128,7 +128,7 @@ class KronLaplace(BaseLaplace):
     der Ouderaa et al., NeurIPS 2023, section 4 (factored layers).
     """
 
-    records_steps = True
+    _records_steps = True
     _settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation", "eigenvalue_correction")
 
     def __init__(

@@ -115,7 +115,7 @@ def raise_evidence(la: Evidence, n_steps: int, lr: float, groups: Groups, tune_s
     """Adam on the logarithms of the precisions, one for each group of tensors, and of sigma; ValueError where these end at no finite one. On
     CUDA steps are recorded, where their ops are those of a graph."""
     device = la.square_norms.device
-    graphs = CudaGraphs(device) if la.records_steps and has_graphs(device) and n_steps > 2 else None
+    graphs = CudaGraphs(device) if la._records_steps and has_graphs(device) and n_steps > 2 else None
     with torch.inference_mode(False), torch.no_grad():
         at = logarithms(la, groups)
         learnt = [at[:-1].clone(), *([-0.5 * at[-1]] if tune_sigma else [])]

@@ -11,7 +11,6 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ella_cuda.laplace.copies import is_changed
 from ella_cuda.laplace.interception import HOOKS
-from ella_cuda.laplace.read_globals import GlobalsRead
 from ella_cuda.modes import exclusively
 
 OF_TRAINING = {"training", "momentum", "dropout"}  # attributes that torch's own modules do not read in evaluation mode
@@ -104,12 +103,11 @@ class Known:
     Attributes:
         findings: of trials, by what was tried.
         shapes, kinds: of batches that fits had, see :mod:`ella_cuda.laplace.recorded_batches`.
-        all_seen: whether nothing but what is described decides on the model's function.
         described: the modules and what they have, which the description knows by addresses that others get once they are gone.
     """
 
-    def __init__(self, description: tuple[str, ...], modules: list[nn.Module], all_seen: bool) -> None:
-        self.description, self.all_seen = description, all_seen
+    def __init__(self, description: tuple[str, ...], modules: list[nn.Module]) -> None:
+        self.description = description
         things = (thing for module in modules for thing in (module, type(module).forward, *vars(module).values()))
         self.described = [weakref.ref(thing) for thing in things if type(thing).__weakrefoffset__]
         self.findings: dict[Any, Any] = {}
@@ -127,9 +125,8 @@ def known_of(model: nn.Module) -> Known | None:
         return None
     named = (*model.named_parameters(), *model.named_buffers())
     tensors = [(name, tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in named]
-    reads = GlobalsRead(modules)
-    description = (reads.values, *map(repr, (*map(describe_module, modules), *tensors)))
+    description = tuple(map(repr, (*map(describe_module, modules), *tensors)))
     found = _known.get(model)
     if found is None or found.description != description or any(thing() is None for thing in found.described):
-        found = _known[model] = Known(description, modules, reads.all_seen)
+        found = _known[model] = Known(description, modules)
     return found

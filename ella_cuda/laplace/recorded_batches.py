@@ -62,7 +62,6 @@ class _Kind:
         decide: the sums of whose rows the tape has the likeness, and how many tensors that is.
         outputs: the tape of the statistic and of the network's outputs.
         recorded: the network's outputs for the batch that was recorded, of which the tape may hold numbers.
-        proven: whether the tape's outputs were compared with the network's for another.
         refused: why there is no tape, in words.
     """
 
@@ -75,7 +74,6 @@ class _Kind:
     decide: dict[int, int] = dataclasses.field(default_factory=dict)
     outputs: Callable[..., list[Tensor]] | None = None
     recorded: Tensor | None = None
-    proven: bool = False
     refused: str = ""
 
     @property
@@ -271,10 +269,9 @@ class RecordedBatches:
         return self._given[kind]
 
     def _is_the_network(self, kind: _Kind, x: Inputs, y: Tensor, sums: _Sums) -> bool:
-        """Whether the tape's outputs are the network's, compared once in a fit, or once for all where nothing else but what is known of the
-        network decides on them. Waits for the device."""
-        if kind not in self._verified and not (kind.proven and self._known.all_seen):
-            self.changeless = False
+        """Whether the tape's outputs are the network's, compared once in a fit. Waits for the device."""
+        if kind not in self._verified:
+            self.changeless = self.changeless and kind.writes_sums_alone
             given, prepared = self._of_fit(kind, sums)
             with torch.no_grad():
                 own = model_outputs(self._run.model, map_tensors(x, Tensor.clone))
@@ -288,7 +285,6 @@ class RecordedBatches:
                 kind.recorded = own
             elif not torch.equal(own, kind.recorded):
                 self._verified.add(kind)
-                kind.proven = True
         return True
 
     @staticmethod

@@ -27,7 +27,6 @@ from ella_cuda.laplace import (
 )
 from ella_cuda.laplace.interception import OperatorMode
 from ella_cuda.laplace.likelihoods import Classification
-from ella_cuda.laplace.read_globals import GlobalsRead
 from ella_cuda.laplace.recorded_batches import RecordedBatches, _Sums
 from ella_cuda.laplace.tape import NotRecordable, record
 from python_tests.laplace.checks import randomised
@@ -264,8 +263,7 @@ def test_a_generator_gives_each_batch_its_draws(patient, replays):
     assert len(replays) in (5 + 8, 6 + 8)
 
 
-SETTINGS = {"factor": 1.0, "halved": False}
-HIDDEN = SimpleNamespace(factor=1.0)
+SETTINGS = {"factor": 1.0}
 
 
 class Turning(nn.Module):
@@ -283,7 +281,7 @@ class Turning(nn.Module):
             x = x * x.new_tensor([1.0] * len(x.sum(1).tolist()))[:, None]
         if self.reads == "mask":
             return self.layer(x.masked_fill(x.new_zeros(x.shape, dtype=torch.bool), x[x > 0].sum().detach()))
-        return SETTINGS["factor"] * HIDDEN.factor * self.layer(x)
+        return SETTINGS["factor"] * self.layer(x)
 
 
 @pytest.mark.parametrize("reads", ["item", "tolist", "mask"])
@@ -425,7 +423,7 @@ def test_a_network_that_changed_between_fits_runs_as_it_is(patient, replays, mon
     model, loader = Turning(), in_threes(*vectors(9))
     la = KronLaplace(model).fit(loader)
     assert len(replays) in (5, 6)
-    monkeypatch.setattr(HIDDEN, "factor", 2.0)  # where no description of the model looks
+    monkeypatch.setitem(SETTINGS, "factor", 2.0)  # where no description of the model looks
     la.fit(loader)
     assert any("not those of the recorded function" in k.refused for k in known_model.known_of(model).kinds.values())
     assert Sums(la) == fitted(copy.deepcopy(model), loader, patient)
@@ -440,80 +438,21 @@ class Halving(nn.Module):
         self.layer, self.config = nn.Linear(6, 4).double(), SimpleNamespace(of={"halved": False})
 
     def twice(self, h: Tensor) -> Tensor:
-        return h + (h.detach() if self.config.of["halved"] or SETTINGS["halved"] else h)
+        return h + (h.detach() if self.config.of["halved"] else h)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.twice(self.layer(x))
 
 
-@pytest.mark.parametrize("change", ["a setting", "a method", "a global"])
+@pytest.mark.parametrize("change", ["a setting", "a method"])
 def test_another_gradient_at_the_same_outputs(change, patient, replays, monkeypatch):
     model, loader = Halving(), in_threes(*vectors(9))
     la = KronLaplace(model).fit(loader)
     if change == "a setting":
         model.config.of["halved"] = True
-    elif change == "a global":
-        monkeypatch.setitem(SETTINGS, "halved", True)
     else:
         monkeypatch.setattr(Halving, "twice", lambda self, h: h + h.detach())
     assert Sums(la.fit(loader)) == fitted(copy.deepcopy(model), loader, patient)
-
-
-def factor_of_settings() -> float:
-    return SETTINGS["factor"]
-
-
-def imported() -> float:
-    import time
-
-    return time.time()
-
-
-FORWARDS = {  # a function of a module and x, and whether all that it reads is seen
-    "layers": (lambda self, x: torch.flatten(self.layer(x), 1).relu(), True),
-    "a dictionary": (lambda self, x: SETTINGS["factor"] * self.layer(x), True),
-    "a function": (lambda self, x: factor_of_settings() * self.layer(x), True),
-    "nested": (lambda self, x: sum(SETTINGS["factor"] * self.layer(x) for _ in range(1)), True),
-    "a default": (lambda self, x, by=2.0: by * self.layer(x), True),
-    "an object": (lambda self, x: HIDDEN.factor * self.layer(x), False),
-    "an import": (lambda self, x: imported() * self.layer(x), False),
-    "a module": (lambda self, x: random.random() * self.layer(x), False),
-    "any name": (lambda self, x: getattr(self, "".join("layer"))(x), False),
-}
-
-
-@pytest.mark.parametrize("forward", FORWARDS)
-def test_globals_that_a_forward_reads(forward, monkeypatch):
-    function, seen = FORWARDS[forward]
-    model = type("Reading", (nn.Module,), {"forward": function})()
-    model.layer = nn.Linear(6, 4)
-    before = GlobalsRead(model.modules())
-    assert before.all_seen == seen
-    assert before.values == GlobalsRead(model.modules()).values
-    monkeypatch.setitem(SETTINGS, "factor", 3.0)
-    moved = forward in ("a dictionary", "a function", "nested")
-    assert (before.values != GlobalsRead(model.modules()).values) == moved
-    model.extra = {"a": 1.0}
-    assert GlobalsRead(model.modules()).values != before.values
-    model.extra = HIDDEN
-    assert not GlobalsRead(model.modules()).all_seen
-
-
-def test_a_network_of_which_all_is_seen_is_compared_once_for_all(patient, monkeypatch):
-    known_model._known.clear()
-    compared, loader = [], in_threes(*vectors(18))[:7]
-    outputs = recorded_batches.model_outputs
-    monkeypatch.setattr(
-        recorded_batches, "model_outputs", lambda model, x: compared.append(len(x)) or outputs(model, x)
-    )
-    for model, again in ((perceptron(), []), (Turning(), [3])):
-        la = KronLaplace(model).fit(loader)
-        assert compared == [3, 3]  # the batch that was recorded, and another
-        compared.clear()
-        assert Sums(la.fit(loader)) == fitted(copy.deepcopy(model), loader, patient)
-        assert compared == again
-        patient(2)
-        compared.clear()
 
 
 def test_hooks_see_every_batch(replays):

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, tensors_of
 from ella_cuda.laplace.evidence import Evidence, data_weight, linear_fit_of
 from ella_cuda.laplace.factors import Jacobian
-from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
+from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass
 from ella_cuda.laplace.likelihoods import DIAGONAL, LINKS, unit_columns
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Contraction, Posterior
+from ella_cuda.laplace.recorded_predictions import RecordedPredictions
 from ella_cuda.laplace.tangent import ReplacedParameters
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
@@ -33,7 +34,7 @@ class Predictive(Evidence):
     """Predictions of approximations with a Gaussian posterior over parameters: see :class:`ella_cuda.laplace.KronLaplace`."""
 
     _ways: list[tuple[int, bool | Exception]]  # to derivatives along directions, see TangentModel
-    _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
+    _predicting: tuple[list[nn.Module | nn.Parameter], RecordedPredictions] | None
 
     def __call__(
         self,
@@ -229,18 +230,15 @@ class Predictive(Evidence):
     def _moments_under(
         self, x: Inputs, posteriors: Sequence[Posterior], joint: bool = False, diagonal: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """Under several posteriors of one mean, for one pass through the network."""
-        moments = _Moments(posteriors, data_points(x), joint, diagonal)
-        filling, plain = self.fitted_model.filling(), without_autocast(self.fitted_model.device.type)
-        with filling, running(self._pass()) as run, plain:
-            if data_points(x) and not run.tried_out:
-                run.try_out(x, several=True)
-            mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=joint, each_alone=diagonal)
-        found = [v.to(mean.dtype) for v in moments.covariances]
+        """The outputs ``(N, ...)`` and their covariances under several posteriors of one curvature, for one pass through the network, which
+        is recorded where it comes again. The network is taken to be that of the fit: ``fitted_model.require_unchanged()`` comes before."""
+        with self.fitted_model.filling(), without_autocast(self.fitted_model.device.type):
+            mean, *found = self._pass()(x, posteriors, joint, diagonal)
+        found = [v.to(mean.dtype) for v in found]
         _require_range(mean, found)
         return mean, found
 
-    def _pass(self) -> JacobianPass:
+    def _pass(self) -> RecordedPredictions:
         """The pass of all predictions of a fit, whose network is tried out once."""
         here = [*self.model.modules(), *self.model.parameters()]
         if (
@@ -256,10 +254,11 @@ class Predictive(Evidence):
                 rules = self.fitted_model.present_rules()
                 self.fitted_model.present_parameters(rules)
             shapes = self.posterior_precision.shapes
-            self._predicting = here, JacobianPass(self.model, rules, shapes, self.memory_budget)
-        run = self._predicting[1]
-        run.memory_budget = self.memory_budget
-        return run
+            run = JacobianPass(self.model, rules, shapes, self.memory_budget)
+            self._predicting = here, RecordedPredictions(run, self.fitted_model, _moments)
+        passes = self._predicting[1]
+        passes.run.memory_budget = self.memory_budget
+        return passes
 
     @running_the_model
     def _sampled(self, x: Any, pred_type: str, n_samples: int, generator: torch.Generator | None) -> Tensor:
@@ -326,6 +325,15 @@ def predictions_at(
             yield la(x, pred_type, link_approx=link_approx, n_samples=n_samples)
     finally:
         la.prior_precision = before
+
+
+def _moments(
+    run: JacobianPass, x: Inputs, posteriors: Sequence[Posterior], joint: bool, diagonal: bool
+) -> list[Tensor]:
+    """The outputs, and their covariances under each of the posteriors, float64, of data points that go together."""
+    moments = _Moments(posteriors, data_points(x), joint, diagonal)
+    mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=True, each_alone=diagonal)
+    return [mean, *moments.covariances]
 
 
 class _Moments(JacobianConsumer):

@@ -1,4 +1,5 @@
-"""Batches of a fit that are recorded: the operators of one batch's forward pass, columns, backward pass and sums, run again on others.
+"""Passes that are recorded, those over a fit's batches first: the operators of one batch's forward pass, columns, backward pass and sums,
+run again on others.
 
 What a model was tried for, and the tapes of its batches, are kept as long as the model and its layers are what they were, so that a second
 fit does neither again. A tape knows parameters, buffers and sums by name, never by what they hold. In every fit a tape's outputs are compared
@@ -9,18 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, model_outputs, tensors_of
 from ella_cuda.laplace.check_model import alike
 from ella_cuda.laplace.known_model import known_of
 from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.laplace.second_moment import SMALL
-from ella_cuda.laplace.tape import NotRecordable, Tape, record
+from ella_cuda.laplace.tape import NotRecordable, Tape, geometry, record
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.recording import MAX_SHAPES, CudaGraphs
 
@@ -37,15 +38,15 @@ Name = tuple[str, Any]
 
 
 @dataclasses.dataclass(eq=False)
-class _Kind:
-    """Batches of the same shapes in the same state of the sums.
+class Kind:
+    """Passes over the same shapes in the same state, as of the sums of a fit.
 
     Attributes:
         seen: how many there were.
-        tape: of one; None before it is recorded. names: of the tensors that the tape takes from the fit.
-        rows, products, calls: what a batch adds to the counts of sums and of layers' calls.
+        tape: of one; None before it is recorded. names: of the tensors that the tape finds there.
+        rows, products, calls: what a batch of a fit adds to the counts of sums and of layers' calls.
         are_alike: of the sums after a batch.
-        outputs: the tape of the statistic and of the network's outputs.
+        outputs: the tape of what is compared with the network's own.
         fresh: whether the tape's outputs were compared for no batch but the one that was recorded, of which it may hold numbers.
         refused: why there is no tape, in words.
     """
@@ -62,7 +63,122 @@ class _Kind:
     refused: str = ""
 
 
-class RecordedBatches:
+class RecordedPasses:
+    """Passes over a model that are recorded, each by its kind.
+
+    Args:
+        run: whose network is tried out.
+        settings: what else decides on what a pass does.
+    """
+
+    def __init__(self, run: CurvaturePass, settings: tuple[Any, ...]) -> None:
+        self._run, self._known = run, known_of(run.model)
+        rules = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in run.all_rules]
+        self._settings = (repr(rules), *settings)
+        self._verified: set[Kind] = set()
+        self._given: dict[Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
+        self._graphs: dict[Kind, _Graph] = {}
+        self._device_graphs: CudaGraphs | None = None
+
+    def _kind(self, x: Inputs, beside: Sequence[Tensor], *state: Any) -> Kind | None:
+        """That of a pass with inputs and tensors beside them, whose device is that of the first; None of what has none."""
+        tensors, device = [*tensors_of(x), *beside], beside[0].device
+        others = not isinstance(x, Tensor) and len(tensors) - len(beside) < len(x)
+        if self._known is None or others or device.type not in PATIENCE or any(t.device != device for t in tensors):
+            return None
+        if device.type == "cpu" and self._run.findings.image_bytes * data_points(x) > LARGE:
+            return None
+        names = tuple(x) if isinstance(x, Mapping) else type(x)
+        key = self._settings, names, *((t.shape, t.stride(), t.dtype) for t in tensors), device, *state, _precision()
+        kinds = self._kinds
+        if key not in kinds and (
+            len(kinds) >= MOST_KINDS or sum(k.tape is not None for k in kinds.values()) >= MAX_SHAPES
+        ):
+            kinds.clear()
+        return kinds.setdefault(key, Kind())
+
+    @staticmethod
+    def _is_due(kind: Kind, device: torch.device) -> bool:
+        """Count a pass; whether it is to be recorded."""
+        kind.seen += 1
+        return kind.tape is None and not kind.refused and kind.seen >= PATIENCE[device.type]
+
+    @property
+    def _kinds(self) -> dict[Any, Kind]:
+        """The passes that there were."""
+        return self._known.kinds
+
+    def _taped(
+        self,
+        kind: Kind,
+        function: Callable[[], Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        tensors: Callable[[], Mapping[Name, Tensor]],
+        staying: Iterable[Tensor],
+        compared: Sequence[int],
+        generator: torch.Generator | None = None,
+    ) -> Tape:
+        """The tape of a function, for the kind; raises as :func:`record`.
+
+        Args:
+            inputs: of the function. generator: that the function draws from.
+            tensors: that the function may find there, by name; the function replaces none of them.
+            staying: those of them that stay.
+            compared: the numbers of the outputs that are to be the network's own.
+        """
+        before = tensors()
+        tape, given = record(function, inputs, generator, staying)
+        after = tensors()
+        if before.keys() != after.keys() or any(tensor is not after[name] for name, tensor in before.items()):
+            raise NotRecordable("a pass replaces tensors of the model or of the sums")
+        if tape.mixed and inputs[0].is_cuda:
+            raise NotRecordable("a pass copies between devices")
+        if tape.draws_inside and generator is not None and has_graphs(inputs[0].device):
+            raise NotRecordable("a graph draws random numbers from torch's own generator alone")
+        kind.names = _named(given, before)
+        kind.outputs = tape.part(compared)
+        return tape
+
+    def _of_pass(
+        self, kind: Kind, tensors: Callable[[], Mapping[Name, Tensor]]
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """The tensors that a kind's tape finds there, and what the tape makes of those that stay."""
+        if kind not in self._given:
+            found = tensors()
+            given = [found[name] for name in kind.names]
+            self._given[kind] = given, kind.tape.prepared(given)
+        return self._given[kind]
+
+    def _is_the_network(
+        self, kind: Kind, inputs: Sequence[Tensor], given: Any, own: Callable[[], Sequence[Tensor]]
+    ) -> bool:
+        """Whether the tape's outputs are the network's own, compared once. Waits for the device."""
+        if kind not in self._verified:
+            with torch.no_grad():
+                wanted = own()
+            if not all(map(alike, kind.outputs(inputs, *given), wanted)):
+                kind.tape = None
+                kind.refused = "the network's outputs for another batch are not those of the recorded function"
+                return False
+            if not kind.fresh:
+                self._verified.add(kind)
+            kind.fresh = False
+        return True
+
+    def _outputs(
+        self, kind: Kind, inputs: Sequence[Tensor], given: Any, generator: torch.Generator | None = None
+    ) -> list[Tensor]:
+        """The tape's outputs; on CUDA the next call writes over them."""
+        if not has_graphs(inputs[0].device):
+            return kind.tape.run(inputs, *given, kind.tape.draws(generator), generator)
+        if kind not in self._graphs:
+            if self._device_graphs is None:
+                self._device_graphs = CudaGraphs(inputs[0].device)
+            self._graphs[kind] = _Graph(kind.tape, *given, self._device_graphs)
+        return self._graphs[kind](inputs, generator)
+
+
+class RecordedBatches(RecordedPasses):
     """The batches of one fit.
 
     Args:
@@ -73,27 +189,22 @@ class RecordedBatches:
     """
 
     def __init__(self, run: CurvaturePass, add: Add, likelihood: Likelihood, settings: tuple[Any, ...]) -> None:
-        self._run, self._add, self._likelihood = run, add, likelihood
-        self._known = known_of(run.model)
-        rules = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in run.all_rules]
-        self._settings = (repr(sorted(vars(likelihood).items())), type(likelihood), repr(rules), *settings)
+        super().__init__(run, (repr(sorted(vars(likelihood).items())), type(likelihood), *settings))
+        self._add, self._likelihood = add, likelihood
         self._checks = not _checks_on_device(type(likelihood))
-        self._verified: set[_Kind] = set()
-        self._given: dict[_Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
-        self._graphs: dict[_Kind, _Graph] = {}
-        self._device_graphs: CudaGraphs | None = None
         self._fine: Tensor | None = None
 
     def add(self, x: Inputs, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Add a batch; returns its part of the statistic, and the outputs."""
         sums = _Sums(self._run)
-        kind = self._kind(x, y, generator, sums)
+        kind = self._kind(x, [y], None if generator is None else generator.device, sums.state())
         if kind is not None:
-            kind.seen += 1
-            if kind.tape is None and not kind.refused and kind.seen >= PATIENCE[y.device.type]:
+            if self._is_due(kind, y.device):
                 self._record(kind, x, y, generator, sums)
-            if kind.tape is not None and sums.are_like_those_of(kind) and self._is_the_network(kind, x, y, sums):
-                return self._again(kind, x, y, generator, sums)
+            if kind.tape is not None and sums.are_like_those_of(kind):
+                inputs, given = [*tensors_of(x), y], self._of_pass(kind, sums.tensors)
+                if self._is_the_network(kind, inputs, given, lambda: self._own(x, y)):
+                    return self._again(kind, inputs, given, generator, sums)
         return self._add(x, y, generator, self._checked)
 
     def finish(self) -> bool:
@@ -104,39 +215,13 @@ class RecordedBatches:
         self._likelihood.check(outputs, targets)
         return targets
 
-    def _kind(self, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums) -> _Kind | None:
-        """That of a batch; None of what has none."""
-        tensors, device = [*tensors_of(x), y], y.device
-        others = not isinstance(x, Tensor) and len(tensors) <= len(x)
-        if self._known is None or others or device.type not in PATIENCE or any(t.device != device for t in tensors):
-            return None
-        if device.type == "cpu" and self._run.findings.image_bytes * data_points(x) > LARGE:
-            return None
-        names = tuple(x) if isinstance(x, Mapping) else type(x)
-        drawn = None if generator is None else generator.device
-        key = (
-            self._settings,
-            names,
-            *((t.shape, t.stride(), t.dtype) for t in tensors),
-            device,
-            drawn,
-            sums.state(),
-            _precision(),
-        )
-        kinds = self._known.kinds
-        if key not in kinds and (
-            len(kinds) >= MOST_KINDS or sum(k.tape is not None for k in kinds.values()) >= MAX_SHAPES
-        ):
-            kinds.clear()
-        return kinds.setdefault(key, _Kind())
-
     # recording -------------------------------------------------------------------------------------------------------
 
-    def _record(self, kind: _Kind, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums) -> None:
-        run, tensors, calls = self._run, sums.tensors(), dict(self._run.calls)
+    def _record(self, kind: Kind, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums) -> None:
+        run, calls = self._run, dict(self._run.calls)
         before = [(moment.rows, moment.products, moment.are_alike) for moment in sums.moments]
         fine: list[Tensor] = []
-        x, y = map_tensors(x, _apart), _apart(y)  # they may be views of one tensor; the next batch's are others
+        x, y = map_tensors(x, apart), apart(y)  # they may be views of one tensor; the next batch's are others
 
         def admitted(outputs: Tensor, targets: Tensor) -> Tensor:
             targets, fit = self._likelihood.admitted(outputs, targets)
@@ -147,18 +232,13 @@ class RecordedBatches:
             statistic, outputs = self._add(x, y, generator, admitted)
             return [statistic, outputs, *fine]
 
-        staying = [tensor for (what, _), tensor in tensors.items() if what != "moment"]
+        staying = [tensor for (what, _), tensor in sums.tensors().items() if what != "moment"]
         try:
-            tape, given = record(function, [*tensors_of(x), y], generator, staying)
-            after = _Sums(run)
-            if after.places != sums.places or [*map(id, after.tensors().values())] != [*map(id, tensors.values())]:
-                raise NotRecordable("a batch replaces tensors of the model or of the sums")
-            if tape.mixed and y.is_cuda:
-                raise NotRecordable("a batch copies between devices")
-            if tape.draws_inside and generator is not None and has_graphs(y.device):
-                raise NotRecordable("a graph draws random numbers from torch's own generator alone")
-            kind.names = self._named(given, tensors)
-            kind.outputs = tape.part([0, 1])
+            tape = self._taped(
+                kind, function, [*tensors_of(x), y], lambda: _Sums(run).tensors(), staying, [0, 1], generator
+            )
+            if _Sums(run).places != sums.places:
+                raise NotRecordable("a batch gives a factor other sums")
             if not all(
                 m.products <= SMALL or products > SMALL
                 for m, (_, products, _) in zip(sums.moments, before, strict=True)
@@ -178,65 +258,24 @@ class RecordedBatches:
             for moment, counts in zip(sums.moments, before, strict=True):
                 moment.rows, moment.products, moment.are_alike = counts
 
-    @staticmethod
-    def _named(given: Sequence[Tensor], tensors: Mapping[Name, Tensor]) -> list[Name]:
-        """The names of what a batch found there."""
-        by_memory = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
-        names = []
-        for tensor in given:
-            name = by_memory.get(tensor.untyped_storage()._cdata)
-            if name is None:
-                raise NotRecordable(f"a batch reads a tensor {tuple(tensor.shape)} that is no parameter and no buffer")
-            same = tensors[name]
-            if (tensor.shape, tensor.stride(), tensor.dtype) != (same.shape, same.stride(), same.dtype):
-                raise NotRecordable(f"a batch reads a view of the {name[0]} {name[1]!r} that was there before")
-            names.append(name)
-        return names
-
     # running again ---------------------------------------------------------------------------------------------------
 
-    def _of_fit(self, kind: _Kind, sums: _Sums) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """The tensors that a kind's tape takes from the fit, and what the tape makes of those that stay."""
-        if kind not in self._given:
-            tensors = sums.tensors()
-            given = [tensors[name] for name in kind.names]
-            self._given[kind] = given, kind.tape.prepared(given)
-        return self._given[kind]
-
-    def _is_the_network(self, kind: _Kind, x: Inputs, y: Tensor, sums: _Sums) -> bool:
-        """Whether the tape's outputs are the network's, compared once in a fit. Waits for the device."""
-        if kind not in self._verified:
-            given, prepared = self._of_fit(kind, sums)
-            with torch.no_grad():
-                own = model_outputs(self._run.model, map_tensors(x, Tensor.clone))
-                statistic = self._likelihood.statistic(own, self._likelihood.admitted(own, y)[0])
-            found = kind.outputs([*tensors_of(x), y], given, prepared)
-            if not all(map(alike, found, (statistic, own))):
-                kind.tape = None
-                kind.refused = "the network's outputs for another batch are not those of the recorded function"
-                return False
-            if not kind.fresh:
-                self._verified.add(kind)
-            kind.fresh = False
-        return True
+    def _own(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The statistic and the outputs of the network itself."""
+        own = model_outputs(self._run.model, map_tensors(x, Tensor.clone))
+        return self._likelihood.statistic(own, self._likelihood.admitted(own, y)[0]), own
 
     def _again(
-        self, kind: _Kind, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums
+        self, kind: Kind, inputs: Sequence[Tensor], given: Any, generator: torch.Generator | None, sums: _Sums
     ) -> tuple[Tensor, Tensor]:
-        inputs, given = [*tensors_of(x), y], self._of_fit(kind, sums)
+        (statistic, outputs, fine), y = self._outputs(kind, inputs, given, generator), inputs[-1]
         if has_graphs(y.device):
-            graph = self._graphs.get(kind)
-            if graph is None:
-                graph = self._graphs[kind] = _Graph(kind.tape, *given, self._graphs_of(y.device))
-            statistic, outputs, fine = graph(inputs, generator)
             self._fine = fine.clone() if self._fine is None else self._fine.logical_and_(fine)
-        else:
-            statistic, outputs, fine = kind.tape.run(inputs, *given, kind.tape.draws(generator), generator)
-            if not fine:
-                self._likelihood.check(outputs, y)
-                raise ValueError(
-                    f"targets: {type(self._likelihood).__name__}.admitted refuses what its check takes; both must agree."
-                )
+        elif not fine:
+            self._likelihood.check(outputs, y)
+            raise ValueError(
+                f"targets: {type(self._likelihood).__name__}.admitted refuses what its check takes; both must agree."
+            )
         if self._checks:
             self._likelihood.check(outputs, y)
         added = zip(sums.moments, kind.rows, kind.products, kind.are_alike, strict=True)
@@ -246,11 +285,6 @@ class RecordedBatches:
         for rule, calls in zip(self._run.rules, kind.calls, strict=True):
             self._run.calls[rule] += calls
         return statistic, outputs
-
-    def _graphs_of(self, device: torch.device) -> CudaGraphs:
-        if self._device_graphs is None:
-            self._device_graphs = CudaGraphs(device)
-        return self._device_graphs
 
 
 class _Sums:
@@ -280,7 +314,7 @@ class _Sums:
         of_products = tuple((moment.are_alike, moment.products > SMALL) for moment in self.moments)
         return of_products, tuple(self.places)
 
-    def are_like_those_of(self, kind: _Kind) -> bool:
+    def are_like_those_of(self, kind: Kind) -> bool:
         """Whether a batch of the kind has products in the dtypes in which they were recorded."""
         return all(
             m.products > SMALL or m.products + more <= SMALL
@@ -289,12 +323,7 @@ class _Sums:
 
     def tensors(self) -> dict[Name, Tensor]:
         """The tensors that a tape takes from the fit, by name."""
-        found: dict[Name, Tensor] = {("moment", number): moment.total for number, moment in enumerate(self.moments)}
-        found |= {("parameter", name): tensor for name, tensor in self._model.named_parameters()}
-        found |= {("buffer", name): tensor for name, tensor in self._model.named_buffers()}
-        bases = {name: module for name, module in self._model.named_modules() if isinstance(module, SpatialBasis)}
-        with torch.no_grad():
-            return found | {("basis", name): basis.matrix() for name, basis in bases.items()}
+        return {("moment", n): moment.total for n, moment in enumerate(self.moments)} | tensors_of_model(self._model)
 
 
 class _Graph:
@@ -316,7 +345,7 @@ class _Graph:
         """The tape's outputs, which the next call writes over."""
         tensors = [*inputs, *self._tape.draws(generator)]
         if not self._places:
-            self._places = [_apart(t) for t in tensors]
+            self._places = [apart(t) for t in tensors]
             work = self._graphs.warm_up
         elif self._replay is None:
             self._replay = self._captured()
@@ -333,7 +362,7 @@ class _Graph:
             return self._graphs.record(self._work)
         except RuntimeError as error:
             warnings.warn(
-                f"fit: a recorded batch cannot be captured as a CUDA graph ({error}); its operators run one by one.",
+                f"a recorded pass cannot be captured as a CUDA graph ({error}); its operators run one by one.",
                 stacklevel=2,
             )
             return self._work
@@ -343,7 +372,7 @@ class _Graph:
         self._outputs = self._tape.run(self._places[:count], *self._of_fit, self._places[count:])
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def apart(tensor: Tensor) -> Tensor:
     """A copy with the same strides in memory of its own."""
     place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     _fill(place, tensor)
@@ -356,6 +385,32 @@ def _fill(place: Tensor, tensor: Tensor) -> None:
         if not stride and tensor.shape[dim]:
             place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
     place.copy_(tensor)
+
+
+def tensors_of_model(model: nn.Module) -> dict[Name, Tensor]:
+    """Parameters, buffers and the matrices of bases, by name."""
+    found: dict[Name, Tensor] = {("parameter", name): tensor for name, tensor in model.named_parameters()}
+    found |= {("buffer", name): tensor for name, tensor in model.named_buffers()}
+    bases = {name: module for name, module in model.named_modules() if isinstance(module, SpatialBasis)}
+    with torch.no_grad():
+        return found | {("basis", name): basis.matrix() for name, basis in bases.items()}
+
+
+def _named(given: Sequence[Tensor], tensors: Mapping[Name, Tensor]) -> list[Name]:
+    """The names of what a pass found there."""
+    by_memory: dict[int, dict[Any, Name]] = {}
+    for name, tensor in tensors.items():
+        by_memory.setdefault(tensor.untyped_storage()._cdata, {})[geometry(tensor)] = name
+    names = []
+    for tensor in given:
+        there = by_memory.get(tensor.untyped_storage()._cdata)
+        if there is None:
+            raise NotRecordable(f"a pass reads a tensor {tuple(tensor.shape)} that is no parameter and no buffer")
+        if (name := there.get(geometry(tensor))) is None:
+            of, its = next(iter(there.values()))
+            raise NotRecordable(f"a pass reads a view of the {of} {its!r} that was there before")
+        names.append(name)
+    return names
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -380,4 +435,5 @@ def _precision() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.deterministic,
+        torch.get_num_threads(),
     )

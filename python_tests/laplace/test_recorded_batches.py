@@ -55,7 +55,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         RecordedBatches,
         "_again",
-        lambda self, kind, x, y, *rest: found.append(len(y)) or again(self, kind, x, y, *rest),
+        lambda self, kind, inputs, *rest: found.append(len(inputs[-1])) or again(self, kind, inputs, *rest),
     )
     return found
 

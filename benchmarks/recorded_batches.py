@@ -1,8 +1,9 @@
-"""A batch of a fit as it runs by hooks and autograd, and recorded, in turns: milliseconds of the processor, the least of the rounds.
+"""A batch of a fit, and a prediction, as it runs by hooks and autograd, and recorded, in turns: milliseconds of the processor, the least of
+the rounds.
 
     python -m benchmarks.recorded_batches [--threads 1] [--rounds 5] [CASE ...]
 
-Sums must be the same to the last bit. "pays after" is the number of batches after which recording one has paid.
+Sums and covariances must be the same to the last bit. "pays after" is the number of batches after which recording one has paid.
 """
 
 from __future__ import annotations
@@ -59,6 +60,19 @@ def fit(model: nn.Module, x: Tensor, y: Tensor, fisher: str, patience: float) ->
     return [after - before for before, after in pairwise(times)], sums
 
 
+def predict(model: nn.Module, x: Tensor, y: Tensor, _: str, patience: float) -> tuple[list[float], list[Tensor]]:
+    """Times of covariances, and these."""
+    known_model._known.clear()
+    la = KronLaplace(model, fisher="mc").fit([(x, y)])
+    times = [process_time()]
+    anything = patch.object(recorded_batches, "LARGE", 1 << 40)
+    with patch.object(recorded_batches, "PATIENCE", {"cpu": patience}), anything:
+        for _ in range(BATCHES):
+            covariances = la.functional_variance(x)
+            times.append(process_time())
+    return [after - before for before, after in pairwise(times)], [covariances]
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,11 +86,12 @@ def main() -> None:
         make, shape, count = CASES[name]
         torch.manual_seed(0)
         model, x, y = make().eval(), torch.randn(count, *shape), torch.arange(count) % min(CLASSES, 10)
-        for fisher in ("mc", "exact"):
+        for fisher in ("mc", "exact", "predict"):
+            of = predict if fisher == "predict" else fit
             least = {"as it is": math.inf, "recorded": math.inf, "recording": math.inf}
             for _ in range(args.rounds):
-                plain, sums = fit(model, x, y, fisher, math.inf)
-                again, others = fit(model, x, y, fisher, 3)
+                plain, sums = of(model, x, y, fisher, math.inf)
+                again, others = of(model, x, y, fisher, 3)
                 assert all(map(torch.equal, sums, others)), name
                 found = {"as it is": min(plain[2:]), "recorded": min(again[-5:]), "recording": max(again[1:5])}
                 least = {key: min(value, found[key]) for key, value in least.items()}

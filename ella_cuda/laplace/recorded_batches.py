@@ -27,6 +27,8 @@ from ella_cuda.recording import MAX_SHAPES, CudaGraphs
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.curvature import CurvaturePass
+    from ella_cuda.laplace.layer_pass import LayerPass
+    from ella_cuda.laplace.rules import Rule
 
 # Batches of a kind before one is recorded. A recording takes as long as a few batches, of which a GPU's are short beside their Python.
 PATIENCE = {"cuda": 2, "cpu": 16}
@@ -67,14 +69,14 @@ class RecordedPasses:
     """Passes over a model that are recorded, each by its kind.
 
     Args:
-        run: whose network is tried out.
+        run: whose network is tried out. rules: of the network's layers.
         settings: what else decides on what a pass does.
     """
 
-    def __init__(self, run: CurvaturePass, settings: tuple[Any, ...]) -> None:
+    def __init__(self, run: LayerPass, rules: Sequence[Rule], settings: tuple[Any, ...]) -> None:
         self._run, self._known = run, known_of(run.model)
-        rules = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in run.all_rules]
-        self._settings = (repr(rules), *settings)
+        described = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in rules]
+        self._settings = (repr(described), *settings)
         self._verified: set[Kind] = set()
         self._given: dict[Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
         self._graphs: dict[Kind, _Graph] = {}
@@ -189,7 +191,7 @@ class RecordedBatches(RecordedPasses):
     """
 
     def __init__(self, run: CurvaturePass, add: Add, likelihood: Likelihood, settings: tuple[Any, ...]) -> None:
-        super().__init__(run, (repr(sorted(vars(likelihood).items())), type(likelihood), *settings))
+        super().__init__(run, run.all_rules, (repr(sorted(vars(likelihood).items())), type(likelihood), *settings))
         self._add, self._likelihood = add, likelihood
         self._checks = not _checks_on_device(type(likelihood))
         self._fine: Tensor | None = None

@@ -47,7 +47,7 @@ class RecordedPredictions(RecordedPasses):
     """
 
     def __init__(self, run: JacobianPass, model: FittedModel, moments: Moments) -> None:
-        super().__init__(run, ())
+        super().__init__(run, run.all_rules, ())
         self.run, self._model, self._moments = run, model, moments
         self._of_fit: dict[Any, Kind] = {}
         self._steps: dict[Any, int] = {}

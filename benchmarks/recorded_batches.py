@@ -63,6 +63,7 @@ def fit(model: nn.Module, x: Tensor, y: Tensor, fisher: str, patience: float) ->
 def predict(model: nn.Module, x: Tensor, y: Tensor, _: str, patience: float) -> tuple[list[float], list[Tensor]]:
     """Times of covariances, and these."""
     known_model._known.clear()
+    torch.manual_seed(0)
     la = KronLaplace(model, fisher="mc").fit([(x, y)])
     times = [process_time()]
     anything = patch.object(recorded_batches, "LARGE", 1 << 40)

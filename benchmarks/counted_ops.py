@@ -2,7 +2,8 @@
 
     python -m benchmarks.counted_ops [--device cpu|cuda] [--network resnet18|regression]
 
-A line for each phase of an evidence update of resnet18 with frozen norms, and of a regression: ops, those that are no views, host reads.
+A line for each phase of an evidence update of resnet18 with frozen norms, and of a regression, and for predictions of a batch: ops, those
+that are no views, host reads. A recorded prediction is counted with the check of the model before it, and its tape alone.
 On the CPU a read is counted where a GPU's tensor would be waited for; what threads of the decomposition do is not seen.
 """
 
@@ -13,12 +14,15 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ella_cuda.laplace import KronLaplace, recorded_batches
 
 aten = torch.ops.aten
 # Those whose result, or the size of whose result, the host needs.
@@ -147,7 +151,6 @@ NETWORKS = {"resnet18": _resnet18, "regression": _regression}
 
 def phases(model: nn.Module, likelihood: str, loader: list[tuple[Tensor, Tensor]]) -> dict[str, Counted]:
     """The counts of an evidence update's phases; those of training are without the fit and its eigenvalues."""
-    from ella_cuda.laplace import KronLaplace
     from ella_cuda.laplace.second_moment import SecondMoment
     from ella_cuda.training import MarglikTrainer
 
@@ -172,15 +175,34 @@ def phases(model: nn.Module, likelihood: str, loader: list[tuple[Tensor, Tensor]
         trainer = Trainer(model, loader, likelihood, n_hypersteps=20, fisher="mc", progress_bar=False)
         return counted(trainer.evidence_step) - trainer.of_fit
 
-    return fits | {
-        "eigenvalues": counted(lambda: SecondMoment.decompose_all(la._spectra._moments)),
-        "first evidence with them": counted(la.log_marginal_likelihood),
-        "evidence again": counted(la.log_marginal_likelihood),
-        "effective parameters": counted(la.effective_parameters),
-        "20 steps of marglik": tuned("marglik"),
-        "20 rounds of mackay": tuned("mackay"),
-        "training, 20 steps": of_training(),
-    }
+    return (
+        fits
+        | _predictions(la, loader[0][0])
+        | {
+            "eigenvalues": counted(lambda: SecondMoment.decompose_all(la._spectra._moments)),
+            "first evidence with them": counted(la.log_marginal_likelihood),
+            "evidence again": counted(la.log_marginal_likelihood),
+            "effective parameters": counted(la.effective_parameters),
+            "20 steps of marglik": tuned("marglik"),
+            "20 rounds of mackay": tuned("mackay"),
+            "training, 20 steps": of_training(),
+        }
+    )
+
+
+def _predictions(la: KronLaplace, x: Tensor) -> dict[str, Counted]:
+    """The counts of predictions of a batch, which is recorded on the CPU, too, whatever its size."""
+    found = {f"{word} prediction": counted(lambda: la.functional_variance(x)) for word in ("first", "second")}
+    with (
+        patch.object(recorded_batches, "LARGE", 1 << 40),
+        patch.object(recorded_batches, "PATIENCE", dict.fromkeys(("cpu", "cuda"), 1)),
+    ):
+        for _ in range(3):
+            la.functional_variance(x)
+        found["recorded prediction"] = counted(lambda: la.functional_variance(x))
+        posterior = la.posterior_precision
+        found["its tape alone"] = counted(lambda: la._pass()(x, [posterior], joint=False, diagonal=False))
+    return found
 
 
 def main() -> None:

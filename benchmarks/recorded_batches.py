@@ -1,9 +1,10 @@
-"""A batch of a fit as it runs by hooks and autograd, and recorded, in turns: milliseconds of the processor, the least of the rounds.
+"""A batch of a fit, and a prediction, as it runs by hooks and autograd, and recorded, in turns: milliseconds of the processor, the least of
+the rounds.
 
     python -m benchmarks.recorded_batches [--threads 1] [--rounds 5] [CASE ...]
     python -m benchmarks.recorded_batches --counts
 
-Sums must be the same to the last bit. "pays after" is the number of batches after which recording one has paid.
+Sums and covariances must be the same to the last bit. "pays after" is the number of batches after which recording one has paid.
 
 ``--counts``: what torch dispatches in fits of resnet18, norms frozen, one sampled column, counted on the CPU in the branches of CUDA, with a
 stand-in for its graphs whose ops are not counted when they are replayed. Batches are of 8 images; the bound below which sums are float64's
@@ -75,6 +76,20 @@ def fit(model: nn.Module, x: Tensor, y: Tensor, fisher: str, patience: float) ->
     return [after - before for before, after in pairwise(times)], sums
 
 
+def predict(model: nn.Module, x: Tensor, y: Tensor, _: str, patience: float) -> tuple[list[float], list[Tensor]]:
+    """Times of covariances, and these."""
+    known_model._known.clear()
+    torch.manual_seed(0)
+    la = KronLaplace(model, fisher="mc").fit([(x, y)])
+    times = [process_time()]
+    anything = patch.object(recorded_batches, "LARGE", 1 << 40)
+    with patch.object(recorded_batches, "PATIENCE", {"cpu": patience}), anything:
+        for _ in range(BATCHES):
+            covariances = la.functional_variance(x)
+            times.append(process_time())
+    return [after - before for before, after in pairwise(times)], [covariances]
+
+
 class _Graphs(RecordedGraphs):
     """Replays are one launch, whatever is in them."""
 
@@ -143,11 +158,12 @@ def main() -> None:
         make, shape, count = CASES[name]
         torch.manual_seed(0)
         model, x, y = make().eval(), torch.randn(count, *shape), torch.arange(count) % min(CLASSES, 10)
-        for fisher in ("mc", "exact"):
+        for fisher in ("mc", "exact", "predict"):
+            of = predict if fisher == "predict" else fit
             least = {"as it is": math.inf, "recorded": math.inf, "recording": math.inf}
             for _ in range(args.rounds):
-                plain, sums = fit(model, x, y, fisher, math.inf)
-                again, others = fit(model, x, y, fisher, 3)
+                plain, sums = of(model, x, y, fisher, math.inf)
+                again, others = of(model, x, y, fisher, 3)
                 assert all(map(torch.equal, sums, others)), name
                 found = {"as it is": min(plain[2:]), "recorded": min(again[-5:]), "recording": max(again[1:5])}
                 least = {key: min(value, found[key]) for key, value in least.items()}

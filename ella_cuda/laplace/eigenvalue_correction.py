@@ -24,7 +24,7 @@ from ella_cuda.laplace.batches import Inputs, data_points
 from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.distributed_fit import plan_of, require_one_plan, seeded_together
 from ella_cuda.laplace.factors import FactorShape, Jacobian, checked_tensor
-from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
+from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass
 from ella_cuda.laplace.likelihoods import Columns
 from ella_cuda.laplace.posterior import CorrectedEigenvalues, Eigenbasis, eigenbases
 from ella_cuda.laplace.second_moment import SecondMoment
@@ -155,7 +155,7 @@ def _pass_over(
     shapes = {name: basis.shape for name, basis in bases.items()}
     run = JacobianPass(la.model, la.fitted_model.present_rules(), shapes, la.memory_budget)
     batches = tqdm(itertools.chain.from_iterable(loaders), desc="eigenvalues", disable=not progress_bar, leave=False)
-    with la.fitted_model.filling(), running(run), without_autocast(device.type):
+    with la.fitted_model.filling(), run.running(), without_autocast(device.type):
         for number, batch in enumerate(batches):
             x, y = la.fitted_model.batch(batch, "fit")
             if not data_points(x):

@@ -32,6 +32,9 @@ class DataFitGradient:
     Args:
         model: in evaluation mode when batches are added.
 
+    Attributes:
+        sums: so far, of the buffers that no basis has, then of the matrices of bases; None where there is nothing.
+
     Raises:
         ValueError: a buffer that requires a gradient is not a leaf, or has none in torch: running statistics of its norms.
     """
@@ -48,7 +51,7 @@ class DataFitGradient:
         self.bases = [m for m in model.modules() if isinstance(m, SpatialBasis) and m.learns()]
         own = {id(b) for basis in self.bases for b in basis.buffers(recurse=False)}
         self.others = {name: b for name, b in self.buffers.items() if id(b) not in own}
-        self._sums: list[Tensor | None] = [None] * (len(self.others) + len(self.bases))
+        self.sums: list[Tensor | None] = [None] * (len(self.others) + len(self.bases))
 
     def add(self, statistic: Callable[[], Tensor], beside: Sequence[Tensor] = ()) -> list[Tensor | None]:
         """Differentiate what ``statistic`` computes by running the model on a batch; returns its gradients in tensors beside the buffers."""
@@ -60,18 +63,18 @@ class DataFitGradient:
             value = statistic()
             if not value.requires_grad:  # it depends on none of them
                 return [None] * len(beside)
-            found = torch.autograd.grad(value, [*wanted, *beside], allow_unused=True)
+            found = torch.autograd.grad(value, [*wanted, *beside], torch.ones_like(value), allow_unused=True)
             found, others = found[: len(wanted)], found[len(wanted) :]
-        self._sums = [
+        self.sums = [
             old if new is None else new.double() if old is None else old + new
-            for old, new in zip(self._sums, found, strict=True)
+            for old, new in zip(self.sums, found, strict=True)
         ]
         return list(others)
 
     def total(self) -> dict[str, Tensor]:
         """The gradient of the sum of all batches' statistics in float64, by the buffers' names; zeros where nothing depends on one."""
-        gradients = {id(b): s for b, s in zip(self.others.values(), self._sums, strict=False)}
-        for basis, slope in zip(self.bases, self._sums[len(self.others) :], strict=True):
+        gradients = {id(b): s for b, s in zip(self.others.values(), self.sums, strict=False)}
+        for basis, slope in zip(self.bases, self.sums[len(self.others) :], strict=True):
             own = [b for b in basis.buffers(recurse=False) if b.requires_grad]
             if slope is not None:
                 with torch.enable_grad():

@@ -16,7 +16,7 @@ from ella_cuda.laplace.batches import Inputs
 from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.evidence import DataFitGradient
 from ella_cuda.laplace.factors import FactorShape, Jacobian, checked_tensor
-from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
+from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass
 from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.parameters import check_choice, checked_names, is_inside, trainable
@@ -59,6 +59,10 @@ class Layout:
         self.count = ends[-1]
         self.where = {n: slice(e - c, e) for n, e, c in zip(self.shapes, ends, self.counts, strict=True)}
 
+    def tensors(self) -> list[Tensor]:
+        """The indices of the elements."""
+        return [t for t in (self.indices, *self._chosen.values()) if t is not None]
+
     def selected(self, name: str, values: Tensor) -> Tensor:
         """The values of a parameter ``(..., numel)`` whose elements have a posterior."""
         chosen = self._chosen[name]
@@ -97,6 +101,15 @@ class _OfElements(Posterior):
         self.precision, self.layout, self.dtype = precision, layout, dtype
         self.shapes, self.n_params, self.device = layout.shapes, layout.count, precision.device
 
+    def own(self) -> list[Tensor]:
+        return [self.precision]
+
+    def held(self) -> list[Tensor]:
+        return self.layout.tensors()
+
+    def of(self, own: Sequence[Tensor]) -> Posterior:
+        return type(self)(*own, self.layout, self.dtype)
+
     def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
         found = self._power(self.layout.restricted(vectors).double(), exponent)
         return (found if vectors.shape[-1] == self.n_params else self.layout.spread(found)).to(vectors.dtype)
@@ -114,12 +127,19 @@ class _OfElements(Posterior):
 
 
 class FullPosterior(_OfElements):
-    """A posterior of a matrix; torch.linalg.LinAlgError where it is not positive definite."""
+    """A posterior of a matrix; torch.linalg.LinAlgError where it is not positive definite. ``factor``: its Cholesky factor, where it is
+    known."""
 
-    def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+    def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype, factor: Tensor | None = None) -> None:
         super().__init__(precision, layout, dtype)
         self.row_bytes = 2 * torch.float64.itemsize * layout.count
-        self.factor = torch.linalg.cholesky(precision)
+        self.factor = torch.linalg.cholesky(precision) if factor is None else factor
+
+    def own(self) -> list[Tensor]:
+        return [self.factor]
+
+    def of(self, own: Sequence[Tensor]) -> FullPosterior:
+        return FullPosterior(self.precision, self.layout, self.dtype, *own)
 
     def logdet(self) -> Tensor:
         return 2 * self.factor.diagonal().log().sum()
@@ -397,7 +417,7 @@ class UnfactoredLaplace(BaseLaplace):
         progress_bar: bool,
         hessian_at: Callable[[Inputs], Tensor] | None = None,
     ) -> None:
-        with running(JacobianPass(self.model, self._rules, self._layout.shapes, self.memory_budget)) as run:
+        with JacobianPass(self.model, self._rules, self._layout.shapes, self.memory_budget).running() as run:
             for x, y in self._batches(sums, loader, progress_bar, run, several=True):
                 with without_autocast(self._device.type):
                     sums.statistic = sums.statistic + self._add(run, x, y, hessian_at)

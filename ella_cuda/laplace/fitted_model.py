@@ -207,6 +207,10 @@ class FittedModel:
                 f"fit(override=False): the model's layers or parameters changed since the fit it would add to ({change}); use override=True."
             )
 
+    def holds(self, name: str, buffer: Tensor) -> bool:
+        """Whether :meth:`require_unchanged` sees a buffer change."""
+        return buffer.is_floating_point() and name not in self.filled
+
     def _has(self, fingerprint: Tensor) -> bool:
         return torch.allclose(fingerprint.to(self.device), self.fingerprint, rtol=1e-12, atol=0)
 

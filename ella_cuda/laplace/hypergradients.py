@@ -30,6 +30,7 @@ from ella_cuda.laplace.batches import (
     Inputs,
     data_points,
     inputs_on,
+    map_tensors,
     model_outputs,
     plain_tensor,
     require_loader,
@@ -62,6 +63,7 @@ from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.laplace.parameters import Value, check_choice
 from ella_cuda.laplace.per_example import PerExampleGradients
 from ella_cuda.laplace.posterior import Eigenbasis, eigenbases_of
+from ella_cuda.laplace.recorded_batches import Kind, Name, RecordedPasses, apart, tensors_of_model
 from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.tangent import first_at_fault
@@ -200,6 +202,7 @@ def _summed_over(
                     _require_second_derivatives(la.model, take(x, slice(2)), error)
                     raise
                 seen += data_points(x)
+            run.recorded.finish()
             return _GradientSums(wanted, gradients.total(), seen, run.of_projections(gradients.bases))
 
 
@@ -271,6 +274,10 @@ class Cotangent:
         self.matrix = self.total = root @ root.mT  # whose shape methods of rules read
         self._reduced = self.matrix.to(like.dtype)
 
+    def tensors(self) -> list[Tensor]:
+        """All that there is."""
+        return [self.root, self.matrix, self._reduced]
+
     def of(self, dtype: torch.dtype) -> Tensor:
         """The matrix in a dtype."""
         return self._reduced if dtype == self.dtype else self.matrix
@@ -307,7 +314,7 @@ class _Passes:
     def __init__(
         self, la: KronLaplace, wanted: Mapping[str, Tensor], columns: str, generator: torch.Generator | None
     ) -> None:
-        self.la, self._columns, self._generator = la, columns, generator
+        self.la, self.columns, self.generator = la, columns, generator
         self.rules = la.fitted_model.present_rules()
         _require_served(self.rules)
         others = [rule for rule in self.rules if not rule.sees_calls()]
@@ -323,6 +330,8 @@ class _Passes:
                 self.chain = chain
         self._weight = self._weight_of_statistic()
         self._image_bytes = 0
+        self.seen: Callable[[Tensor, Tensor, bool], Tensor] = self._checked
+        self.recorded = RecordedGradients(self)
 
     def _allocate(self) -> None:
         """Give the rules factors of cotangents, each parameter its own."""
@@ -359,16 +368,20 @@ class _Passes:
 
     def _graph_bytes(self) -> int:
         """The bytes of a data point's graph, with all copies."""
-        columns = self.la.n_outputs if self._columns == "all" else 1
+        columns = self.la.n_outputs if self.columns == "all" else 1
         return self._image_bytes * ((1 if self.chain else GRAPH) * columns + 4)
 
     def add(self, gradients: DataFitGradient, x: Inputs, y: Tensor) -> None:
         """Add the gradient of a batch's :meth:`value`, of as many data points, or copies of one, at a time as the budget has room for."""
-        count = data_points(x)
-        if not count:
+        if not data_points(x):
             return
         if not self._image_bytes:
             self._try_out(x)
+        self.recorded.add(gradients, x, y)
+
+    def add_eagerly(self, gradients: DataFitGradient, x: Inputs, y: Tensor) -> None:
+        """:meth:`add` as it is."""
+        count = data_points(x)
         model, budget, graph, one = self.la.model, self.la.memory_budget, self._graph_bytes(), take(x, slice(1))
         warn_of_all_copies(model, one, budget, graph, "evidence_gradient")
         most, step = copies_together(model, one, budget, graph), max(budget // graph, 1)
@@ -481,16 +494,36 @@ class _Passes:
 
     def _total(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The log likelihood at these outputs, with what was added to the factors."""
+        y = self.seen(outputs, y, False)
         return self._weight * self.la.likelihood_function.statistic(outputs, y) - 0.5 * self.terms.taken()
+
+    def _checked(self, outputs: Tensor, y: Tensor, first: bool) -> Tensor:
+        """Targets, where they are ``first`` seen with these outputs; raises as the likelihood's ``check``."""
+        if first:
+            with torch.no_grad():
+                self.la.likelihood_function.check(outputs, y)
+        return y
+
+    def tensors(self) -> dict[Name, Tensor]:
+        """What a pass finds there beside its batch, by name."""
+        factors = [factor for rule in self.rules for factor in rule.factors.values()]
+        sides = [side for f in factors for side in (f.input_moment, f.output_moment) if side is not None]
+        found = tensors_of_model(self.la.model) | {("weight", ""): self._weight}
+        return found | {("cotangent", n): t for n, t in enumerate(t for side in sides for t in side.tensors())}
+
+    def forget(self) -> None:
+        """Drop what a pass that was left has kept."""
+        self.seen = self._checked
+        self.run.forget()
+        self.terms.begin()
+        self.terms.taken()
 
     def _columns_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The output Hessian's square root, in the outputs' graph."""
-        likelihood = self.la.likelihood_function
-        with torch.no_grad():
-            likelihood.check(outputs, y)
-        if self._columns == "all":
+        likelihood, y = self.la.likelihood_function, self.seen(outputs, y, True)
+        if self.columns == "all":
             return likelihood.columns(outputs, y)[:]
-        return Likelihood.sampled_column(likelihood, outputs, y, self._generator)
+        return Likelihood.sampled_column(likelihood, outputs, y, self.generator)
 
     def _of_copies(self, gradients: DataFitGradient, x: Inputs, y: Tensor, step: int) -> None:
         """Add the gradient of :meth:`value`, by that in the copies of so many data points at a time."""
@@ -548,6 +581,85 @@ class _Passes:
                             terms.append(-0.5 * (theirs.projected() * (mine.root @ mine.root.mT)).sum())
             found = torch.autograd.grad(torch.stack(terms).sum(), learnt, allow_unused=True) if terms else []
         return {id(b): g.double() for b, g in zip(learnt, found, strict=False) if g is not None}
+
+
+class RecordedGradients(RecordedPasses):
+    """The gradients of one pass' batches, as they are or recorded."""
+
+    def __init__(self, passes: _Passes) -> None:
+        la = passes.la
+        likelihood = la.likelihood_function
+        settings = type(likelihood), repr(sorted(vars(likelihood).items())), passes.columns, la.temperature
+        how = [(rule.approximation, rule.resolution) for rule in passes.rules]
+        super().__init__(passes.run, passes.rules, ("evidence gradient", *settings, repr(how), la.memory_budget))
+        self._passes, self._likelihood = passes, likelihood
+        self._fine: Tensor | None = None
+
+    def add(self, gradients: DataFitGradient, x: Inputs, y: Tensor) -> None:
+        """Add a batch's gradient."""
+        drawn = None if self._passes.generator is None else self._passes.generator.device
+        wanted = [name for name, b in self._passes.la.model.named_buffers() if b.requires_grad]
+        state = drawn, tuple(wanted), *(sum_ is None for sum_ in gradients.sums)
+        sums = [sum_ for sum_ in gradients.sums if sum_ is not None]
+        key, passes = self._key(x, [y, *sums], *state), self._passes
+        kind = None if key is None else self._kind(key)
+        if kind is not None:
+            if self._is_due(kind, y.device):
+                self._record(kind, gradients, x, y)
+            if kind.tape is not None:
+                inputs, given = [*tensors_of(x), y, *sums], self._of_pass(kind, passes.tensors)
+                if self._is_the_network(kind, inputs, given, lambda: [self._own(x)]):
+                    outputs, fine, *found = self._outputs(kind, inputs, given, passes.generator)
+                    self._require_fit(kind, outputs, fine, y)
+                    there = iter([t.clone() for t in found] if kind in self._graphs else found)
+                    gradients.sums = [next(there) if is_there else None for is_there in kind.has_sums]
+                    return
+        passes.add_eagerly(gradients, x, y)
+
+    def finish(self) -> None:
+        """ValueError where targets of recorded batches do not fit the likelihood. Waits for the device."""
+        if self._fine is not None and not self._fine:
+            raise ValueError("evidence_gradient: the data have targets that do not fit the likelihood.")
+
+    def _own(self, x: Inputs) -> Tensor:
+        """The outputs of the network itself."""
+        return model_outputs(self._passes.la.model, map_tensors(x, Tensor.clone))
+
+    def _require_fit(self, kind: Kind, outputs: Tensor, fine: Tensor, y: Tensor) -> None:
+        if kind in self._graphs:
+            self._fine = fine.clone() if self._fine is None else self._fine.logical_and_(fine)
+        elif not fine:
+            self._likelihood.check(outputs, y)
+
+    def _record(self, kind: Kind, gradients: DataFitGradient, x: Inputs, y: Tensor) -> None:
+        passes, fine, outputs = self._passes, [], []
+        x, y, sums = map_tensors(x, apart), apart(y), [s if s is None else apart(s) for s in gradients.sums]
+
+        def seen(of: Tensor, targets: Tensor, first: bool) -> Tensor:
+            targets, fit = self._likelihood.admitted(of.detach(), targets)
+            if first:
+                fine.append(fit)
+                outputs.append(of.detach())
+            return targets
+
+        def function() -> list[Tensor]:
+            gradients.sums = [*sums]
+            passes.add_eagerly(gradients, x, y)
+            kind.has_sums = [sum_ is not None for sum_ in gradients.sums]
+            found = [sum_ for sum_ in gradients.sums if sum_ is not None]
+            with torch.no_grad():
+                return [torch.cat(outputs), torch.stack(fine).all(), *found]
+
+        before, passes.seen = gradients.sums, seen
+        inputs = [*tensors_of(x), y, *(s for s in sums if s is not None)]
+        try:
+            tensors = passes.tensors
+            kind.tape = self._taped(kind, function, inputs, tensors, tensors().values(), [0], passes.generator)
+        except Exception as error:  # whatever a mode makes a model raise: the batch runs as it is, with its own errors
+            kind.refused = f"{type(error).__name__}: {error}"
+        finally:
+            gradients.sums = before
+            passes.forget()
 
 
 def _evenly(count: int, most: int) -> Iterator[slice]:

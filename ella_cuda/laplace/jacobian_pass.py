@@ -51,7 +51,7 @@ class JacobianConsumer:
 
 
 class JacobianPass(CurvaturePass):
-    """The passes of a prediction, :func:`running`.
+    """The passes of a prediction, :meth:`running`.
 
     Args:
         model: the network.
@@ -73,6 +73,16 @@ class JacobianPass(CurvaturePass):
             if adds(type(rule)):
                 rule.allocate(UnkeptMoment)  # whose shapes its methods read
         self.tried_out = False
+
+    @contextmanager
+    def running(self) -> Iterator[JacobianPass]:
+        """The model :func:`at_test_time`, its parameters and buffers constants, for the duration of the context."""
+        learnt = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.requires_grad]
+        with at_test_time(self.model), requiring_grad(learnt, False):
+            try:
+                yield self
+            finally:
+                self.release()
 
     def try_out(self, x: Inputs, several: bool) -> None:
         super().try_out(x, several)
@@ -99,14 +109,14 @@ class JacobianPass(CurvaturePass):
         step = (
             max(count, 1)
             if all_data or not count
-            else self._step(take(x, slice(1)), columns, consumer.row_bytes, each_alone)
+            else self.step(take(x, slice(1)), columns, consumer.row_bytes, each_alone)
         )
         for begin in range(0, max(count, 1), step):
             which = slice(begin, begin + step)
             outputs.append(self._some(take(x, which), which, columns, consumer, each_alone))
         return torch.cat(outputs)
 
-    def _step(self, one: Inputs, columns: ColumnsOf, row_bytes: int, each_alone: bool) -> int:
+    def step(self, one: Inputs, columns: ColumnsOf, row_bytes: int, each_alone: bool) -> int:
         """How many data points go together: as many as the budget has room for with all columns, one at least. Columns that may come some
         at a time do so where it would be few: what a pass does with inputs alone, it does for every few columns again."""
         with self.nodes():
@@ -254,14 +264,3 @@ class Jacobians(Consumer):
 
 def _versions(arguments: Sequence[Any]) -> list[int]:
     return [a._version for a in arguments if isinstance(a, Tensor)]
-
-
-@contextmanager
-def running(run: JacobianPass) -> Iterator[JacobianPass]:
-    """The model :func:`at_test_time`, its parameters and buffers constants, for the duration of the context."""
-    learnt = [t for t in (*run.model.parameters(), *run.model.buffers()) if t.requires_grad]
-    with at_test_time(run.model), requiring_grad(learnt, False):
-        try:
-            yield run
-        finally:
-            run.release()

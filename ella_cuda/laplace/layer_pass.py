@@ -216,7 +216,7 @@ class GraphPass(LayerPass):
         if place.copies > 1:
             rows = over_copies(rule.input_rows(*seen), place.copies, mean=True)
             call.kept, seen = rule.keep(*seen), []  # at once: a rule may have left there what this call alone has
-        tapped = out + self._anchor  # every output has a graph, the first layers' too
+        tapped = _in_a_graph(out)
         self.noted.append(Noted(call, seen, rows, tapped))
         self._counts[rule] += 1
         return tapped.clone()  # which the next layer may change in place
@@ -225,4 +225,9 @@ class GraphPass(LayerPass):
         return not self._noting
 
     def recomputed(self, rule: Rule, out: Tensor) -> Tensor:
-        return (out + self._anchor).clone()
+        return _in_a_graph(out).clone()
+
+
+def _in_a_graph(out: Tensor) -> Tensor:
+    """A copy of an output that requires a gradient, as those of first layers do not."""
+    return out + torch.zeros((), device=out.device, requires_grad=True)

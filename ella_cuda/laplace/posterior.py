@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -327,6 +327,18 @@ class Posterior(ABC):
         return variance
 
     @abstractmethod
+    def own(self) -> list[Tensor]:
+        """Tensors that other posteriors of the same curvature have others of."""
+
+    @abstractmethod
+    def held(self) -> list[Tensor]:
+        """Tensors that all posteriors of the same curvature have."""
+
+    @abstractmethod
+    def of(self, own: Sequence[Tensor]) -> Posterior:
+        """The posterior of the same curvature with these in the place of :meth:`own`."""
+
+    @abstractmethod
     def _coloured(self, white: Tensor) -> Tensor:
         """A square root of the covariance times standard normal numbers, ``(..., n_params)``: ``(..., P)``."""
 
@@ -380,6 +392,17 @@ class KronPosterior(Posterior):
         self._sizes = [basis.shape.numel for basis in bases.values()]
         self.n_params, self.device = sum(self._sizes), scale.device
         self.shapes = {name: basis.shape for name, basis in bases.items()}
+        self._own = [prior_precision, scale]
+
+    def own(self) -> list[Tensor]:
+        return self._own
+
+    def held(self) -> list[Tensor]:
+        sides = [(*basis.values, basis.vectors_in, basis.vectors_out) for basis in self.bases.values()]
+        return [side for its in sides for side in its if side is not None]
+
+    def of(self, own: Sequence[Tensor]) -> KronPosterior:
+        return KronPosterior(self.bases, *own, self.dtype)
 
     def logdet(self) -> Tensor:
         pairs = {name: basis.values.pair() for name, basis in self.bases.items()}

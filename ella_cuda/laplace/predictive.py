@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, tensors_of
 from ella_cuda.laplace.evidence import Evidence, data_weight, linear_fit_of
 from ella_cuda.laplace.factors import Jacobian
-from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
+from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass
 from ella_cuda.laplace.last_layer import LastLayer, LinearTangent
 from ella_cuda.laplace.likelihoods import DIAGONAL, LINKS, by_position, unit_columns
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Contraction, Posterior
+from ella_cuda.laplace.recorded_predictions import RecordedPredictions
 from ella_cuda.laplace.rules.base import Rule
 from ella_cuda.laplace.tangent import ReplacedParameters
 from ella_cuda.laplace.tangent_model import TangentModel
@@ -36,7 +37,7 @@ class Predictive(Evidence):
 
     _rules: Sequence[Rule]  # of the layers with a posterior
     _ways: list[tuple[int, bool | Exception]]  # to derivatives along directions, see TangentModel
-    _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
+    _predicting: tuple[list[nn.Module | nn.Parameter], RecordedPredictions] | None
 
     def __call__(
         self,
@@ -232,29 +233,28 @@ class Predictive(Evidence):
     def _moments_under(
         self, x: Inputs, posteriors: Sequence[Posterior], joint: bool = False, diagonal: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """Under several posteriors of one mean, for one pass through the network."""
-        moments = _Moments(posteriors, data_points(x), joint, diagonal)
-        filling, plain = self.fitted_model.filling(), without_autocast(self.fitted_model.device.type)
-        with filling, running(self._pass()) as run, plain:
-            if data_points(x) and not run.tried_out:
-                run.try_out(x, several=True)
-            given = None if joint or not data_points(x) else self._of_features(x, posteriors, diagonal, run)
-            if given is None:
-                mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=joint, each_alone=diagonal)
-                given = mean, moments.covariances
-        mean, found = given[0], [v.to(given[0].dtype) for v in given[1]]
+        """The outputs ``(N, ...)`` and their covariances under several posteriors of one curvature, for one pass through the network, which
+        is recorded where it comes again. The network is taken to be that of the fit: ``fitted_model.require_unchanged()`` comes before."""
+        with self.fitted_model.filling(), without_autocast(self.fitted_model.device.type):
+            passes = self._pass()
+            found = None if joint or not data_points(x) else self._of_features(x, posteriors, diagonal, passes)
+            mean, *found = passes(x, posteriors, joint, diagonal) if found is None else found
+        found = [v.to(mean.dtype) for v in found]
         _require_range(mean, found)
         return mean, found
 
     def _of_features(
-        self, x: Inputs, posteriors: Sequence[Posterior], diagonal: bool, run: JacobianPass
-    ) -> tuple[Tensor, list[Tensor]] | None:
+        self, x: Inputs, posteriors: Sequence[Posterior], diagonal: bool, passes: RecordedPredictions
+    ) -> list[Tensor] | None:
         """Outputs and covariances by the features ``(N, D)`` of a linear last layer; None where it is not alone."""
         layer = LastLayer.of(self.model, self._rules)
-        found = None if layer is None else layer.features(x, run.images_at_once(data_points(x)))
-        if found is None or found[0].dim() > 2:
+        if layer is None:
             return None
-        return found[1], [posterior.of_linear(found[0], layer.names, diagonal) for posterior in posteriors]
+        with passes.running(x) as run:
+            found = layer.features(x, run.images_at_once(data_points(x)))
+            if found is None or found[0].dim() > 2:
+                return None
+            return [found[1], *(posterior.of_linear(found[0], layer.names, diagonal) for posterior in posteriors)]
 
     @running_the_model
     def _linearised(self, x: Inputs, form: str = "full") -> tuple[TangentModel | LinearTangent, Inputs]:
@@ -264,7 +264,7 @@ class Predictive(Evidence):
             found = None if layer is None else layer.features(x)
         return (self._tangent(form), x) if found is None else (layer.tangent(form), found[0])
 
-    def _pass(self) -> JacobianPass:
+    def _pass(self) -> RecordedPredictions:
         """The pass of all predictions of a fit, whose network is tried out once."""
         here = [*self.model.modules(), *self.model.parameters()]
         if (
@@ -280,10 +280,11 @@ class Predictive(Evidence):
                 rules = self.fitted_model.present_rules()
                 self.fitted_model.present_parameters(rules)
             shapes = self.posterior_precision.shapes
-            self._predicting = here, JacobianPass(self.model, rules, shapes, self.memory_budget)
-        run = self._predicting[1]
-        run.memory_budget = self.memory_budget
-        return run
+            run = JacobianPass(self.model, rules, shapes, self.memory_budget)
+            self._predicting = here, RecordedPredictions(run, self.fitted_model, _moments)
+        passes = self._predicting[1]
+        passes.run.memory_budget = self.memory_budget
+        return passes
 
     @running_the_model
     def _sampled(self, x: Any, pred_type: str, n_samples: int, generator: torch.Generator | None) -> Tensor:
@@ -350,6 +351,15 @@ def predictions_at(
             yield la(x, pred_type, link_approx=link_approx, n_samples=n_samples)
     finally:
         la.prior_precision = before
+
+
+def _moments(
+    run: JacobianPass, x: Inputs, posteriors: Sequence[Posterior], joint: bool, diagonal: bool
+) -> list[Tensor]:
+    """The outputs, and their covariances under each of the posteriors, float64, of data points that go together."""
+    moments = _Moments(posteriors, data_points(x), joint, diagonal)
+    mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=True, each_alone=diagonal)
+    return [mean, *moments.covariances]
 
 
 class _Moments(JacobianConsumer):

@@ -1,4 +1,5 @@
-"""Batches of a fit that are recorded: the operators of one batch's forward pass, columns, backward pass and sums, run again on others.
+"""Passes that are recorded, those over a fit's batches first: the operators of one batch's forward pass, columns, backward pass and sums,
+run again on others.
 
 What a model was tried for, and the tapes of its batches, are kept as long as the model and its layers are what they were, so that a second
 fit does neither again. A tape knows parameters, buffers and sums by name, never by what they hold. In every fit a tape's outputs are compared
@@ -8,25 +9,27 @@ with the network's own, once, before the tape adds to a sum. What has no tape ru
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, model_outputs, tensors_of
 from ella_cuda.laplace.check_model import alike
 from ella_cuda.laplace.known_model import known_of
 from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.laplace.second_moment import Use, Watch, are_alike
-from ella_cuda.laplace.tape import NotRecordable, Tape, record
+from ella_cuda.laplace.tape import NotRecordable, Tape, geometry, record
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.recording import MAX_SHAPES, CudaGraphs, has_graphs, recorded_or_told
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.curvature import CurvaturePass
+    from ella_cuda.laplace.layer_pass import LayerPass
+    from ella_cuda.laplace.rules import Rule
 
 # Batches of a kind before one is recorded. A recording takes as long as a few batches, of which a GPU's are short beside their Python.
 PATIENCE = {"cuda": 2, "cpu": 16}
@@ -36,6 +39,175 @@ MOST_KINDS = 64  # that are counted at a time
 Add = Callable[[Inputs, Tensor, torch.Generator | None, Callable[[Tensor, Tensor], Tensor]], tuple[Tensor, Tensor]]
 Name = tuple[str, Any]
 Choices = tuple[tuple[bool, ...], ...]  # of each use of each sum, whether products are float64's
+
+
+@dataclasses.dataclass(eq=False)
+class Kind:
+    """Passes over the same shapes in the same state, as batches of a fit with products of the same dtypes.
+
+    Attributes:
+        seen: how many there were.
+        tape: of one; None before it is recorded. names: of the tensors that the tape finds there.
+        outputs: the tape of what is compared with the network's own.
+        fresh: whether the tape's outputs were compared for no pass but the one that was recorded, of which it may hold numbers; not of fits.
+        refused: why there is no tape, in words.
+        has_sums: of a batch of the evidence's gradient, after which sums of gradients there are.
+        rows, products, calls: what a batch of a fit adds to the counts of sums and of layers' calls.
+        decide: the sums of whose rows a fit's tape has the likeness, and how many tensors that is.
+        recorded: the network's outputs for the batch of a fit that was recorded, of which the tape may hold numbers.
+    """
+
+    seen: int = 0
+    tape: Tape | None = None
+    names: list[Name] = dataclasses.field(default_factory=list)
+    outputs: Callable[..., list[Tensor]] | None = None
+    fresh: bool = True
+    refused: str = ""
+    has_sums: list[bool] = dataclasses.field(default_factory=list)
+    rows: list[int] = dataclasses.field(default_factory=list)
+    calls: list[int] = dataclasses.field(default_factory=list)
+    products: list[int] = dataclasses.field(default_factory=list)
+    decide: dict[int, int] = dataclasses.field(default_factory=dict)
+    recorded: Tensor | None = None
+
+    @property
+    def writes_sums_alone(self) -> bool:
+        return all(self.names[number][0] == "moment" for number in self.tape.written)
+
+
+class RecordedPasses:
+    """Passes over a model that are recorded, each by its kind.
+
+    Args:
+        run: whose network is tried out. rules: of the network's layers.
+        settings: what else decides on what a pass does.
+    """
+
+    def __init__(self, run: LayerPass, rules: Sequence[Rule], settings: tuple[Any, ...]) -> None:
+        self._run, self._known = run, known_of(run.model)
+        described = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in rules]
+        self._settings = (repr(described), *settings)
+        self._verified: set[Kind] = set()
+        self._given: dict[Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
+        self._graphs: dict[Kind, _Graph] = {}
+        self._device_graphs: CudaGraphs | None = None
+
+    def _key(self, x: Inputs, beside: Sequence[Tensor], *state: Any) -> Any:
+        """That of a pass with inputs and tensors beside them, whose device is that of the first; None of what is not recorded."""
+        tensors, device = [*tensors_of(x), *beside], beside[0].device
+        others = not isinstance(x, Tensor) and len(tensors) - len(beside) < len(x)
+        if self._known is None or others or device.type not in PATIENCE or any(t.device != device for t in tensors):
+            return None
+        if device.type == "cpu" and self._run.findings.image_bytes * data_points(x) > LARGE:
+            return None
+        names = tuple(x) if isinstance(x, Mapping) else type(x)
+        return self._settings, names, *((t.shape, t.stride(), t.dtype) for t in tensors), device, *state, _precision()
+
+    def _kind(self, key: Any) -> Kind:
+        kinds = self._kinds
+        if key not in kinds:
+            recorded = [which for which, kind in kinds.items() if kind.tape is not None]
+            if len(kinds) >= MOST_KINDS or len(recorded) >= MAX_SHAPES:
+                left = kinds.pop((recorded or [*kinds])[0])
+                self._verified.discard(left)
+                for each in (self._given, self._graphs):
+                    each.pop(left, None)
+        return kinds.setdefault(key, Kind())
+
+    @staticmethod
+    def _is_due(kind: Kind, device: torch.device) -> bool:
+        """Count a pass; whether it is to be recorded."""
+        kind.seen += 1
+        return kind.tape is None and not kind.refused and kind.seen >= PATIENCE[device.type]
+
+    @property
+    def _kinds(self) -> dict[Any, Kind]:
+        """The passes that there were."""
+        return self._known.kinds
+
+    def _taped(
+        self,
+        kind: Kind,
+        function: Callable[[], Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        tensors: Callable[[], Mapping[Name, Tensor]],
+        staying: Iterable[Tensor],
+        compared: Sequence[int],
+        generator: torch.Generator | None = None,
+        always: int | None = None,
+    ) -> Tape:
+        """The tape of a function, for the kind; raises as :func:`record`.
+
+        Args:
+            inputs: of the function. generator: that the function draws from. always: see :func:`record`.
+            tensors: that the function may find there, by name; the function replaces none of them.
+            staying: those of them that stay.
+            compared: the numbers of the outputs that are to be the network's own.
+        """
+        before = tensors()
+        tape, given = record(function, inputs, generator, staying, always)
+        after = tensors()
+        if before.keys() != after.keys() or any(tensor is not after[name] for name, tensor in before.items()):
+            raise NotRecordable("a pass replaces tensors of the model or of the sums")
+        if tape.mixed and inputs[0].is_cuda:
+            raise NotRecordable("a pass copies between devices")
+        if tape.draws_inside and generator is not None and has_graphs(inputs[0].device):
+            raise NotRecordable("a graph draws random numbers from torch's own generator alone")
+        kind.names = _named(given, before)
+        kind.outputs = tape.part(compared)
+        return tape
+
+    def _of_pass(
+        self, kind: Kind, tensors: Callable[[], Mapping[Name, Tensor]]
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """The tensors that a kind's tape finds there, and what the tape makes of those that stay."""
+        if kind not in self._given:
+            found = tensors()
+            given = [found[name] for name in kind.names]
+            self._given[kind] = given, kind.tape.prepared(given)
+        return self._given[kind]
+
+    def _is_the_network(
+        self, kind: Kind, inputs: Sequence[Tensor], given: Any, own: Callable[[], Sequence[Tensor]]
+    ) -> bool:
+        """Whether the tape's outputs are the network's own, compared once. Waits for the device."""
+        if kind not in self._verified:
+            if self._compared(kind, inputs, given, own) is None:
+                return False
+            if not kind.fresh:
+                self._verified.add(kind)
+            kind.fresh = False
+        return True
+
+    @staticmethod
+    def _compared(
+        kind: Kind, inputs: Sequence[Tensor], given: Any, own: Callable[[], Sequence[Tensor]]
+    ) -> Sequence[Tensor] | None:
+        """The network's own outputs; None where the tape has others, which is then dropped."""
+        with torch.no_grad():
+            wanted = own()
+        if all(map(alike, kind.outputs(inputs, *given), wanted)):
+            return wanted
+        kind.tape = None
+        kind.refused = "the network's outputs for another batch are not those of the recorded function"
+        return None
+
+    def _outputs(
+        self,
+        kind: Kind,
+        inputs: Sequence[Tensor],
+        given: Any,
+        generator: torch.Generator | None = None,
+        all_outputs: bool = False,
+    ) -> list[Tensor]:
+        """The tape's outputs, see :meth:`Tape.run`; on CUDA the next call writes over them."""
+        if not has_graphs(inputs[0].device):
+            return kind.tape.run(inputs, *given, kind.tape.draws(generator), generator, all_outputs)
+        if kind not in self._graphs:
+            if self._device_graphs is None:
+                self._device_graphs = CudaGraphs(inputs[0].device)
+            self._graphs[kind] = _Graph(kind.tape, *given, self._device_graphs)
+        return self._graphs[kind](inputs, generator, all_outputs)
 
 
 @dataclasses.dataclass
@@ -51,36 +223,6 @@ class _Shape:
     likely: list[bool | None] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(eq=False)
-class _Kind:
-    """Batches of the same shapes with products of the same dtypes.
-
-    Attributes:
-        seen: how many there were.
-        tape: of one; None before it is recorded. names: of the tensors that the tape takes from the fit.
-        rows, products, calls: what a batch adds to the counts of sums and of layers' calls.
-        decide: the sums of whose rows the tape has the likeness, and how many tensors that is.
-        outputs: the tape of the statistic and of the network's outputs.
-        recorded: the network's outputs for the batch that was recorded, of which the tape may hold numbers.
-        refused: why there is no tape, in words.
-    """
-
-    seen: int = 0
-    tape: Tape | None = None
-    names: list[Name] = dataclasses.field(default_factory=list)
-    rows: list[int] = dataclasses.field(default_factory=list)
-    calls: list[int] = dataclasses.field(default_factory=list)
-    products: list[int] = dataclasses.field(default_factory=list)
-    decide: dict[int, int] = dataclasses.field(default_factory=dict)
-    outputs: Callable[..., list[Tensor]] | None = None
-    recorded: Tensor | None = None
-    refused: str = ""
-
-    @property
-    def writes_sums_alone(self) -> bool:
-        return all(self.names[number][0] == "moment" for number in self.tape.written)
-
-
 class _Plan(NamedTuple):
     """What sums do with a batch that is to come.
 
@@ -94,7 +236,7 @@ class _Plan(NamedTuple):
     asked: list[int]
 
 
-class RecordedBatches:
+class RecordedBatches(RecordedPasses):
     """The batches of one fit.
 
     Attributes:
@@ -109,36 +251,34 @@ class RecordedBatches:
     """
 
     def __init__(self, run: CurvaturePass, add: Add, likelihood: Likelihood, settings: tuple[Any, ...]) -> None:
-        self._run, self._add, self._likelihood = run, add, likelihood
-        self._known = known_of(run.model)
-        rules = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in run.all_rules]
-        self._settings = (repr(sorted(vars(likelihood).items())), type(likelihood), repr(rules), *settings)
+        super().__init__(run, run.all_rules, (repr(sorted(vars(likelihood).items())), type(likelihood), *settings))
+        self._add, self._likelihood = add, likelihood
         self._checks = not _checks_on_device(type(likelihood))
         self.changeless = True
-        self._verified: set[_Kind] = set()
-        self._given: dict[_Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
-        self._graphs: dict[_Kind, _Graph] = {}
-        self._device_graphs: CudaGraphs | None = None
         self.fine: Tensor | None = None
 
     def add(self, x: Inputs, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Add a batch; returns its part of the statistic, and the outputs."""
         sums = _Sums(self._run)
-        key = self._key(x, y, generator, sums)
+        key = self._key(x, [y], None if generator is None else generator.device, tuple(sums.places))
         if key is None:
             self.changeless = False
             return self._add(x, y, generator, self._checked)
-        shape = self._known.shapes.setdefault(key, _Shape())
+        shapes = self._known.shapes
+        if key not in shapes and len(shapes) >= MOST_KINDS:
+            shapes.clear()
+        shape = shapes.setdefault(key, _Shape())
         plan = None if shape.uses is None else sums.plan(shape)
         if plan is not None:
-            kind = self._kind(key, plan.choices)
-            kind.seen += 1
-            if kind.tape is None and not kind.refused and kind.seen >= PATIENCE[y.device.type]:
+            kind = self._kind((key, plan.choices))
+            if self._is_due(kind, y.device):
                 self._record(kind, plan, x, y, generator, sums)
-            if kind.tape is not None and self._can_decide(kind, plan, sums) and self._is_the_network(kind, x, y, sums):
-                found = self._again(kind, plan, x, y, generator, sums)
-                if found is not None:
-                    return found
+            if kind.tape is not None and self._can_decide(kind, plan, sums):
+                inputs, given = [*tensors_of(x), y], self._of_pass(kind, sums.tensors)
+                if self._is_the_network(kind, inputs, given, lambda: self._own(x, y)):
+                    found = self._again(kind, plan, inputs, given, generator, sums)
+                    if found is not None:
+                        return found
         return self._as_it_is(key, plan, x, y, generator, sums)
 
     def _checked(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -159,48 +299,18 @@ class RecordedBatches:
             likely = shape.likely or now
             shape.likely = [was if one is None else one for was, one in zip(likely, now, strict=True)]
             if plan is None:
-                self._kind(key, _choices(shape.uses)).seen += 1
+                self._kind((key, _choices(shape.uses))).seen += 1
         return found
-
-    def _key(self, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums) -> Any:
-        """That of a batch's shapes; None of what is not recorded."""
-        tensors, device = [*tensors_of(x), y], y.device
-        others = not isinstance(x, Tensor) and len(tensors) <= len(x)
-        if self._known is None or others or device.type not in PATIENCE or any(t.device != device for t in tensors):
-            return None
-        if device.type == "cpu" and self._run.findings.image_bytes * data_points(x) > LARGE:
-            return None
-        shapes = self._known.shapes
-        key = (
-            self._settings,
-            tuple(x) if isinstance(x, Mapping) else type(x),
-            *((t.shape, t.stride(), t.dtype) for t in tensors),
-            device,
-            None if generator is None else generator.device,
-            tuple(sums.places),
-            _precision(),
-        )
-        if key not in shapes and len(shapes) >= MOST_KINDS:
-            shapes.clear()
-        return key
-
-    def _kind(self, key: Any, choices: Choices) -> _Kind:
-        kinds = self._known.kinds
-        if (key, choices) not in kinds:
-            recorded = [which for which, kind in kinds.items() if kind.tape is not None]
-            if len(kinds) >= MOST_KINDS or len(recorded) >= MAX_SHAPES:
-                kinds.pop((recorded or [*kinds])[0])
-        return kinds.setdefault((key, choices), _Kind())
 
     # recording -------------------------------------------------------------------------------------------------------
 
     def _record(
-        self, kind: _Kind, plan: _Plan, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums
+        self, kind: Kind, plan: _Plan, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums
     ) -> None:
-        run, tensors, calls = self._run, sums.tensors(), dict(self._run.calls)
+        run, calls = self._run, dict(self._run.calls)
         before = [(moment.rows, moment.products, moment.are_alike) for moment in sums.moments]
         fine: list[Tensor] = []
-        x, y = map_tensors(x, _apart), _apart(y)  # they may be views of one tensor; the next batch's are others
+        x, y = map_tensors(x, apart), apart(y)  # they may be views of one tensor; the next batch's are others
 
         def admitted(outputs: Tensor, targets: Tensor) -> Tensor:
             targets, fit = self._likelihood.admitted(outputs, targets)
@@ -212,23 +322,18 @@ class RecordedBatches:
             (fit,) = fine
             return [statistic, outputs, fit, *(matrix for watch in watches for matrix in watch.likeness)]
 
-        staying = [tensor for (what, _), tensor in tensors.items() if what != "moment"]
+        inputs, staying = [*tensors_of(x), y], [t for (what, _), t in sums.tensors().items() if what != "moment"]
         try:
             with sums.watched(samples=True) as watches:
                 for moment, likely in zip(sums.moments, plan.are_alike, strict=True):
                     moment.are_alike = likely
-                tape, given = record(function, [*tensors_of(x), y], generator, staying, always=3)
-            after = _Sums(run)
-            if after.places != sums.places or [*map(id, after.tensors().values())] != [*map(id, tensors.values())]:
-                raise NotRecordable("a batch replaces tensors of the model or of the sums")
+                tape = self._taped(
+                    kind, function, inputs, lambda: _Sums(run).tensors(), staying, [0, 1], generator, always=3
+                )
+            if _Sums(run).places != sums.places:
+                raise NotRecordable("a batch gives a factor other sums")
             if _choices([watch.uses for watch in watches]) != plan.choices:
                 raise NotRecordable("batches of one shape add other rows")
-            if tape.mixed and y.is_cuda:
-                raise NotRecordable("a batch copies between devices")
-            if tape.draws_inside and generator is not None and has_graphs(y.device):
-                raise NotRecordable("a graph draws random numbers from torch's own generator alone")
-            kind.names = self._named(given, tensors)
-            kind.outputs = tape.part([0, 1])
             kind.decide = {n: len(watch.likeness) for n, watch in enumerate(watches) if watch.likeness}
             kind.rows = [moment.rows - rows for moment, (rows, _, _) in zip(sums.moments, before, strict=True)]
             kind.products = [m.products - products for m, (_, products, _) in zip(sums.moments, before, strict=True)]
@@ -243,52 +348,30 @@ class RecordedBatches:
             for moment, counts in zip(sums.moments, before, strict=True):
                 moment.rows, moment.products, moment.are_alike = counts
 
-    @staticmethod
-    def _named(given: Sequence[Tensor], tensors: Mapping[Name, Tensor]) -> list[Name]:
-        """The names of what a batch found there."""
-        by_memory = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
-        names = []
-        for tensor in given:
-            name = by_memory.get(tensor.untyped_storage()._cdata)
-            if name is None:
-                raise NotRecordable(f"a batch reads a tensor {tuple(tensor.shape)} that is no parameter and no buffer")
-            same = tensors[name]
-            if (tensor.shape, tensor.stride(), tensor.dtype) != (same.shape, same.stride(), same.dtype):
-                raise NotRecordable(f"a batch reads a view of the {name[0]} {name[1]!r} that was there before")
-            names.append(name)
-        return names
-
     # running again ---------------------------------------------------------------------------------------------------
 
-    def _of_fit(self, kind: _Kind, sums: _Sums) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """The tensors that a kind's tape takes from the fit, and what the tape makes of those that stay."""
-        if kind not in self._given:
-            tensors = sums.tensors()
-            given = [tensors[name] for name in kind.names]
-            self._given[kind] = given, kind.tape.prepared(given)
-        return self._given[kind]
+    def _own(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The statistic and the outputs of the network itself."""
+        own = model_outputs(self._run.model, map_tensors(x, Tensor.clone))
+        return self._likelihood.statistic(own, self._likelihood.admitted(own, y)[0]), own
 
-    def _is_the_network(self, kind: _Kind, x: Inputs, y: Tensor, sums: _Sums) -> bool:
-        """Whether the tape's outputs are the network's, compared once in a fit. Waits for the device."""
+    def _is_the_network(
+        self, kind: Kind, inputs: Sequence[Tensor], given: Any, own: Callable[[], Sequence[Tensor]]
+    ) -> bool:
+        """Compared once in a fit, at a batch of other outputs than the recorded one's."""
         if kind not in self._verified:
             self.changeless = self.changeless and kind.writes_sums_alone
-            given, prepared = self._of_fit(kind, sums)
-            with torch.no_grad():
-                own = model_outputs(self._run.model, map_tensors(x, Tensor.clone))
-                statistic = self._likelihood.statistic(own, self._likelihood.admitted(own, y)[0])
-            found = kind.outputs([*tensors_of(x), y], given, prepared)
-            if not all(map(alike, found, (statistic, own))):
-                kind.tape = None
-                kind.refused = "the network's outputs for another batch are not those of the recorded function"
+            found = self._compared(kind, inputs, given, own)
+            if found is None:
                 return False
             if kind.recorded is None:
-                kind.recorded = own
-            elif not torch.equal(own, kind.recorded):
+                kind.recorded = found[-1]
+            elif not torch.equal(found[-1], kind.recorded):
                 self._verified.add(kind)
         return True
 
     @staticmethod
-    def _can_decide(kind: _Kind, plan: _Plan, sums: _Sums) -> bool:
+    def _can_decide(kind: Kind, plan: _Plan, sums: _Sums) -> bool:
         """Whether what data decide on can be found out by the tape, whose batch can be undone."""
         if not plan.asked:
             return True
@@ -296,22 +379,19 @@ class RecordedBatches:
         return undone and kind.decide.keys() >= {*plan.asked} and not any(m.rows or m.products for m in sums.moments)
 
     def _again(
-        self, kind: _Kind, plan: _Plan, x: Inputs, y: Tensor, generator: torch.Generator | None, sums: _Sums
+        self,
+        kind: Kind,
+        plan: _Plan,
+        inputs: Sequence[Tensor],
+        given: Any,
+        generator: torch.Generator | None,
+        sums: _Sums,
     ) -> tuple[Tensor, Tensor] | None:
         """Add a batch by the tape. What data decide on is found out with it; None where that is not what the plan takes for it, and nothing
         is added."""
-        self.changeless = self.changeless and kind.writes_sums_alone
-        inputs, given, graph = [*tensors_of(x), y], self._of_fit(kind, sums), None
+        self.changeless, y = self.changeless and kind.writes_sums_alone, inputs[-1]
         draws_before = _states(y.device, generator) if plan.asked else []
-        if has_graphs(y.device):
-            graph = self._graphs.get(kind)
-            if graph is None:
-                graph = self._graphs[kind] = _Graph(kind.tape, *given, self._graphs_of(y.device))
-            found = graph(inputs, generator, bool(plan.asked))
-        else:
-            draws = kind.tape.draws(generator)
-            found = kind.tape.run(inputs, *given, draws, generator, all_outputs=bool(plan.asked))
-        statistic, outputs, fine, *matrices = found
+        statistic, outputs, fine, *matrices = self._outputs(kind, inputs, given, generator, bool(plan.asked))
         if plan.asked:
             taken = iter(matrices)
             likeness = {number: tuple(next(taken) for _ in range(count)) for number, count in kind.decide.items()}
@@ -321,7 +401,7 @@ class RecordedBatches:
                 for its_own, state in draws_before:
                     its_own.set_state(state)
                 return None
-        if graph is not None:
+        if kind in self._graphs:
             self.fine = fine.clone() if self.fine is None else self.fine.logical_and_(fine)
         elif not fine:
             self._likelihood.check(outputs, y)
@@ -336,11 +416,6 @@ class RecordedBatches:
         for rule, calls in zip(self._run.rules, kind.calls, strict=True):
             self._run.calls[rule] += calls
         return statistic, outputs
-
-    def _graphs_of(self, device: torch.device) -> CudaGraphs:
-        if self._device_graphs is None:
-            self._device_graphs = CudaGraphs(device)
-        return self._device_graphs
 
 
 class _Sums:
@@ -389,12 +464,7 @@ class _Sums:
 
     def tensors(self) -> dict[Name, Tensor]:
         """The tensors that a tape takes from the fit, by name."""
-        found: dict[Name, Tensor] = {("moment", number): moment.total for number, moment in enumerate(self.moments)}
-        found |= {("parameter", name): tensor for name, tensor in self._model.named_parameters()}
-        found |= {("buffer", name): tensor for name, tensor in self._model.named_buffers()}
-        bases = {name: module for name, module in self._model.named_modules() if isinstance(module, SpatialBasis)}
-        with torch.no_grad():
-            return found | {("basis", name): basis.matrix() for name, basis in bases.items()}
+        return {("moment", n): moment.total for n, moment in enumerate(self.moments)} | tensors_of_model(self._model)
 
 
 class _Graph:
@@ -418,10 +488,10 @@ class _Graph:
         """The tape's outputs, which the next call writes over; all of them of the first call alone."""
         tensors = [*inputs, *self._tape.draws(generator)]
         if not self._places:
-            self._places = [_apart(t) for t in tensors]
+            self._places = [apart(t) for t in tensors]
             work = self._graphs.warm_up
         elif self._replay is None:
-            self._replay = recorded_or_told(self._graphs, self._work, "fit: a recorded batch")
+            self._replay = recorded_or_told(self._graphs, self._work, "a recorded pass")
         for place, tensor in zip(self._places, tensors, strict=True):
             _fill(place, tensor)
         if self._replay is None:
@@ -448,7 +518,7 @@ def _states(device: torch.device, generator: torch.Generator | None) -> list[tup
     return [(one, one.get_state()) for one in own]
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def apart(tensor: Tensor) -> Tensor:
     """A copy with the same strides in memory of its own."""
     place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     _fill(place, tensor)
@@ -461,6 +531,32 @@ def _fill(place: Tensor, tensor: Tensor) -> None:
         if not stride and tensor.shape[dim]:
             place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
     place.copy_(tensor)
+
+
+def tensors_of_model(model: nn.Module) -> dict[Name, Tensor]:
+    """Parameters, buffers and the matrices of bases, by name."""
+    found: dict[Name, Tensor] = {("parameter", name): tensor for name, tensor in model.named_parameters()}
+    found |= {("buffer", name): tensor for name, tensor in model.named_buffers()}
+    bases = {name: module for name, module in model.named_modules() if isinstance(module, SpatialBasis)}
+    with torch.no_grad():
+        return found | {("basis", name): basis.matrix() for name, basis in bases.items()}
+
+
+def _named(given: Sequence[Tensor], tensors: Mapping[Name, Tensor]) -> list[Name]:
+    """The names of what a pass found there."""
+    by_memory: dict[int, dict[Any, Name]] = {}
+    for name, tensor in tensors.items():
+        by_memory.setdefault(tensor.untyped_storage()._cdata, {})[geometry(tensor)] = name
+    names = []
+    for tensor in given:
+        there = by_memory.get(tensor.untyped_storage()._cdata)
+        if there is None:
+            raise NotRecordable(f"a pass reads a tensor {tuple(tensor.shape)} that is no parameter and no buffer")
+        if (name := there.get(geometry(tensor))) is None:
+            of, its = next(iter(there.values()))
+            raise NotRecordable(f"a pass reads a view of the {of} {its!r} that was there before")
+        names.append(name)
+    return names
 
 
 def _checks_on_device(likelihood: type[Likelihood]) -> bool:
@@ -481,4 +577,5 @@ def _precision() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.deterministic,
+        torch.get_num_threads(),
     )

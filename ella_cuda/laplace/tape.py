@@ -28,6 +28,7 @@ READS_OF_MEMORY = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpac
 ADDRESSES = {Tensor.data_ptr, Tensor.__cuda_array_interface__.__get__}
 RESHAPES = ("set_", "resize_", "resize_as_", "as_strided_", "transpose_", "t_", "squeeze_", "unsqueeze_")
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+MOST_STEPS = 1 << 14  # for which a tape takes about a second to make
 # When a step runs: at once, for tensors that stay, for each run's draws, or in each run.
 ONCE, STAYING, DRAWING, EACH = range(4)
 
@@ -97,6 +98,8 @@ class _Recorder:
         self.inputs = [self.slot_of(tensor) for tensor in inputs]
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(self.steps) >= MOST_STEPS:
+            raise NotRecordable(f"there are more than {MOST_STEPS} operators")
         if _reads_numbers(op, args):
             raise NotRecordable(f"{op} reads a tensor's numbers")
         if op._schema.name.split("::")[1] in RESHAPES:
@@ -137,14 +140,14 @@ class _Recorder:
         name, slot = self._names.get(id(tensor), (None, 0))
         if name is not None and name() is tensor:
             return slot
-        views, geometry = self._views[self._storage(tensor)], _geometry(tensor)
+        views, its = self._views[self._storage(tensor)], geometry(tensor)
         for slot, of_slot in views:
-            if of_slot == geometry:
+            if of_slot == its:
                 self._name(tensor, slot)
                 return slot
         for slot, of_slot in views:
-            if of_slot[3:] == geometry[3:]:  # what nobody dispatches, such as Tensor.data of a part
-                view, (size, stride, offset) = self._new(tensor), geometry[:3]
+            if of_slot[3:] == its[3:]:  # what nobody dispatches, such as Tensor.data of a part
+                view, (size, stride, offset) = self._new(tensor), its[:3]
                 whole = _Slot(slot), [*size], [*stride], offset
                 self.steps.append(_Step(aten.as_strided.default, whole, {}, view, [], False))
                 return view
@@ -155,7 +158,7 @@ class _Recorder:
     def _new(self, tensor: Tensor) -> int:
         slot, storage = len(self.storages), self._storage(tensor)
         self.storages.append(storage)
-        self._views[storage].append((slot, _geometry(tensor)))
+        self._views[storage].append((slot, geometry(tensor)))
         self._name(tensor, slot)
         return slot
 
@@ -413,7 +416,8 @@ def _results_among(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return None if not returns else written[0] if len(returns) == 1 else tuple(written)
 
 
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+def geometry(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's numbers are in its memory, and how to read them."""
     size, stride = tuple(tensor.shape), tensor.stride()
     return size, stride, tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment, AveragedFunction
-from ella_cuda.laplace import KronLaplace, evidence_gradient, exact_log_marginal_likelihood
+from ella_cuda.laplace import KronLaplace, evidence_gradient, exact_log_marginal_likelihood, recorded_batches
 from ella_cuda.laplace.chains import _largest, chain_of
+from ella_cuda.laplace.hypergradients import RecordedGradients
+from ella_cuda.laplace.known_model import known_of
 from ella_cuda.nn import SparseConv2d, SparseFactoredLinear2d
 from python_tests.laplace.checks import Function
 from python_tests.laplace.test_averaged import CLASSES, COPIES, MANY, SIZE, Halved, averaged, data, many, network
+from python_tests.laplace.test_recorded_batches import stand_in
 
 
 def fitted(model: nn.Module, loader, **options) -> KronLaplace:
@@ -407,3 +410,42 @@ def test_the_layer_without_a_second_derivative_is_named() -> None:
     la = KronLaplace(model, "regression").fit(data)
     with pytest.raises(NotImplementedError, match=r"layer '3\.0' \(CrossMapLRN2d\).*second derivative"):
         evidence_gradient(la, data, ["1.slope"])
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("name", "columns"), [("mlp", "one"), ("norms", "all"), ("sparse", "one"), ("conv", "all")])
+def test_recorded_batches_have_the_same_gradients(name, columns, graphs, monkeypatch):
+    """To the last bit, in later passes and at other amounts too, by the chain of an averaged network ("conv") and without one."""
+    made = stand_in(monkeypatch) if graphs else []
+    x, y = data(8)
+    model, loader = (averaged if name == "conv" else many)(name), list(zip(x.split(2), y.split(2), strict=True)) * 2
+    replays, outputs = [], RecordedGradients._outputs
+    monkeypatch.setattr(RecordedGradients, "_outputs", lambda *a: replays.append(1) or outputs(*a))
+    for raw in (0.3, 0.5):
+        with torch.no_grad():
+            model.augment.raw.fill_(raw)
+        la, found = fitted(model, [(x, y)]), []
+        for patience in (2, math.inf):
+            monkeypatch.setattr(recorded_batches, "PATIENCE", {"cpu": patience})
+            generator = torch.Generator().manual_seed(1)
+            found.append(evidence_gradient(la, loader, columns=columns, generator=generator)["augment.raw"])
+            if patience == 2:
+                known_kinds = dict(known_of(model).kinds)
+            known_of(model).kinds.clear()
+        assert torch.equal(*found) and found[0].abs().min() > 0
+        known_of(model).kinds.update(known_kinds)
+    assert len(replays) == 6 + 8  # the first batch of a pass finds no sums, and is of another kind
+    assert sum(g.recorded for g in made) == 2 * graphs
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_label_that_is_no_class_in_a_recorded_batch(graphs, monkeypatch):
+    if graphs:
+        stand_in(monkeypatch)
+    monkeypatch.setattr(recorded_batches, "PATIENCE", {"cpu": 2})
+    x, y = data(8)
+    model = many("mlp")
+    la, loader = fitted(model, [(x, y)]), list(zip(x.split(2), y.split(2), strict=True))
+    loader[3] = loader[3][0], torch.tensor([0, CLASSES])
+    with pytest.raises(ValueError, match="do not fit" if graphs else "labels must lie in"):
+        evidence_gradient(la, loader)

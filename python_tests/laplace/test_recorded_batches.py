@@ -56,7 +56,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         RecordedBatches,
         "_again",
-        lambda self, kind, plan, x, y, *rest: found.append(len(y)) or again(self, kind, plan, x, y, *rest),
+        lambda self, kind, plan, inputs, *rest: found.append(len(inputs[-1])) or again(self, kind, plan, inputs, *rest),
     )
     return found
 

@@ -18,6 +18,7 @@ from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
 from ella_cuda.run_folder import CHECKPOINT_FILE, CONFIG_FILE, DIARY_FILE, SAMPLES_FILE, read_diary, read_samples
 from ella_cuda.training.checkpoint import check_entries, load_checkpoint
+from ella_cuda.training.trainer import calibrated
 
 ADVICE = "do the run again"
 
@@ -48,7 +49,7 @@ def load_run(
     Args:
         run_dir: the run's own folder, which holds ``checkpoint.pt``: a folder of ``ella-cuda train`` has one for each run.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``, whatever the run was on; ``auto`` is the GPU if there is one.
-        fit: fit ``la``, so that it predicts.
+        fit: fit ``la`` and calibrate it, so that it predicts as at the run's end.
         data_dir, download: see :func:`ella_cuda.data.load`.
 
     Returns:
@@ -90,7 +91,8 @@ def load_run(
         if (run_dir / SAMPLES_FILE).exists():
             draws = torch.tensor(read_samples(run_dir)["draws"], device=target)
         with own_random_state(), same_copies(model, draws):
-            la.fit(TensorLoader(data.train_images, data.train_labels, config.evidence_batch_size))
+            loader = TensorLoader(data.train_images, data.train_labels, config.evidence_batch_size)
+            calibrated(la.fit(loader), loader)
     return LoadedRun(model, la, config, state["epoch"])
 
 

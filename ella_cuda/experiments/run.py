@@ -43,6 +43,7 @@ from ella_cuda.run_folder import CHECKPOINT_FILE, of_network, write_history, wri
 from ella_cuda.training import Evaluation, marglik_training
 from ella_cuda.training.checkpoint import kept_random_state
 from ella_cuda.training.processes import OneProcess, Processes
+from ella_cuda.training.trainer import calibrated
 
 # A batch of the curvature pass is some 300 kernels, however many images it has: of few a GPU is done before Python has launched them.
 EVIDENCE_BATCH_SIZES = {"cpu": 150, "cuda": 1000}
@@ -154,7 +155,7 @@ def run_one(
         holdout). In a grid's folder it has the ``digest`` of all but the seconds too. Where they are learned, ``augmentation``: amounts by
         generator. A network that averages over copies is evaluated on those of the last fit.
 
-        Of the Laplace approximation's predictive (``link_approx="probit"``; None where the curvature would be too large)
+        Of the Laplace approximation's calibrated predictive (``link_approx="probit"``; None where the curvature would be too large)
         ``nll_predictive`` (probabilities below 1e-12 count as such) ``, ece`` (a fraction, of 15 bins) ``, brier``, of the softmax
         ``ece_plugin, brier_plugin``. What follows has a part ``plugin`` and, where there is one, ``predictive``: ``reliability``, by bin
         ``count, confidence, accuracy`` (None in an empty one); of ``ood``, by data set, AUROC of ``entropy`` and ``max_probability``;
@@ -280,6 +281,7 @@ def _run(
         else:
             own = evidence_loader if ranks.group is None else shard(evidence_loader, ranks.group)
             la.fit(own, group=ranks.group)
+            ranks.together(lambda: calibrated(la, evidence_loader) if first else None)  # which alone evaluates
 
     def described() -> dict[str, Any]:
         return _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)

@@ -52,7 +52,15 @@ from ella_cuda.laplace.factors import CHECKSUM, require_checksum, with_checksum
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.last_layer import Features, LastLayer
-from ella_cuda.laplace.leave_one_out import Influence, LeaveOneOut, Prediction, best_of, influence, leave_one_out
+from ella_cuda.laplace.leave_one_out import (
+    Influence,
+    LeaveOneOut,
+    Prediction,
+    best_of,
+    calibrate,
+    influence,
+    leave_one_out,
+)
 from ella_cuda.laplace.likelihoods import IGNORED, LINKS, Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, features_of_fit, move, solve
 from ella_cuda.laplace.parameters import Value, as_float64, check_choice, fingerprint_and_buffers, positive_number
@@ -178,6 +186,7 @@ class BaseLaplace(Predictive):
         self.statistic_gradients: dict[str, Tensor] = {}
         self.square_norms = self.statistic.new_zeros(len(self.parameter_names))
         self.linear_fit: LinearMode | None = None
+        self._predictive_prior_precision: Tensor | None = None
         self._predicting, self._ways = None, []
         self._loaders: list[Iterable[Any]] = []  # of the fit's data
 
@@ -316,6 +325,7 @@ class BaseLaplace(Predictive):
         self._prior_precision, self._sigma_noise = (v.to(self._device) for v in given)  # the model may have moved
         fingerprint = fingerprint.to(self._device)
         sums = FitSums(data_fit, fingerprint, buffers, norms, anew, self.n_data, self.n_targets, self.statistic)
+        self._predictive_prior_precision = None
         self.n_data, fitted.fingerprint = 0, None  # until the pass is complete
         return sums
 
@@ -353,14 +363,32 @@ class BaseLaplace(Predictive):
 
     @property
     def prior_precision(self) -> Tensor:
-        """One positive value per parameter tensor, 1-D, in ``named_parameters()`` order; set it from a number or such a
-        vector.
-        """
+        """One positive value per parameter tensor, 1-D, in ``named_parameters()`` order; set it from a number or such a vector. Predictions
+        are by it unless ``predictive_prior_precision`` is set later."""
         return self._prior_precision
 
     @prior_precision.setter
     def prior_precision(self, value: Value) -> None:
         self._prior_precision = precisions_of(self, value).clone()  # what its owner does to it later on is not checked
+        self._predictive_prior_precision = None
+
+    @property
+    def predictive_prior_precision(self) -> Tensor | None:
+        """Prior precisions of predictions alone, one per parameter tensor, float64; None where those are by ``prior_precision``.
+
+        Predictions are calls, functional variances, covariances and samples, predictive samples and :meth:`uncertainty`. The evidence,
+        ``posterior_precision``, ``sample``, ``log_prob``, ``effective_parameters``, ``layer_types`` and :meth:`leave_one_out` are of
+        ``prior_precision``.
+
+        Set by :meth:`calibrate`, or from a number, such a vector, or None. A fit, :meth:`optimize_prior_precision` and a new
+        ``prior_precision`` set it to None.
+        """
+        return self._predictive_prior_precision
+
+    @predictive_prior_precision.setter
+    def predictive_prior_precision(self, value: Value | None) -> None:
+        found = None if value is None else precisions_of(self, value, "predictive_prior_precision").detach().clone()
+        self._predictive_prior_precision = found
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -490,9 +518,18 @@ class BaseLaplace(Predictive):
     @property
     def posterior_precision(self) -> Posterior:
         """P = curvature + prior precision, at the present hyperparameters."""
+        return self._posterior_at(self.prior_precision)
+
+    @property
+    def _predictive_posterior(self) -> Posterior:
+        """That of predictions: with ``predictive_prior_precision`` where it is not None."""
+        chosen = self.predictive_prior_precision
+        return self._posterior_at(self.prior_precision if chosen is None else chosen)
+
+    def _posterior_at(self, precision: Tensor) -> Posterior:
         self.fitted_model.require_fit()
         self.fitted_model.bases.check()
-        return self._posterior(self.prior_precision.detach(), data_weight(self))
+        return self._posterior(precision.detach(), data_weight(self))
 
     # the linearised network's mode -----------------------------------------------------------------------------------
 
@@ -697,7 +734,7 @@ class BaseLaplace(Predictive):
         hessian_at: str = "network",
         solver: str = "auto",
     ) -> Tensor:
-        """Choose the prior precisions, and a regression's noise, for the curvature as it was fitted.
+        """Choose the prior precisions, and a regression's noise, for the curvature as it was fitted; predictions are by them, too.
 
         Args:
             pred_type, link_approx, n_samples: of the predictions of "gridsearch", see a call.
@@ -757,7 +794,7 @@ class BaseLaplace(Predictive):
             if at == "linear" or method == "loo"
             else None
         )
-        before = self.prior_precision, self.sigma_noise, self.linear_fit
+        before = self.prior_precision, self.sigma_noise, self.linear_fit, self.predictive_prior_precision
         sigma = tune_sigma and self.likelihood_function.has_noise
         groups = Groups(group_indices(prior_structure, self.parameter_names, self.model), self._device)
         try:
@@ -797,7 +834,7 @@ class BaseLaplace(Predictive):
             elif not fixed_points(self, n_steps, groups, sigma, progress_bar)[2]:
                 warn_of_motion(n_steps, ", or method='marglik'")
         except BaseException:
-            self._prior_precision, self._sigma_noise, self.linear_fit = before
+            self._prior_precision, self._sigma_noise, self.linear_fit, self._predictive_prior_precision = before
             raise
         return self.prior_precision
 
@@ -878,6 +915,38 @@ class BaseLaplace(Predictive):
             self, self._training_loader(loader, "influence: loader"), Prediction(link_approx), progress_bar
         )
 
+    def calibrate(
+        self, loader: Iterable[Any] | None = None, tolerance: float = 0.01, progress_bar: bool = False
+    ) -> Tensor:
+        r"""Choose ``predictive_prior_precision``: the widest posterior that predicts the training data, each point left out, about as well as
+        the network alone.
+
+        Of ``prior_precision`` times :math:`10^{k/4}`, k = 0, ..., 28, this is the smallest under which all leverages are below 1 and the NLL
+        of :meth:`leave_one_out` is at most ``tolerance`` above that of the network's own outputs on the same data: of its softmax, or of a
+        regression's noise around them. The precisions that the evidence learned are often too small for predictions, since Kronecker factors
+        put too much variance at the training data; they stay ``prior_precision``. A regression is left with next to no variance away from
+        its data, too, unless data points are many more than effective parameters. One pass through the network for the whole grid.
+
+        Args:
+            loader: of the fit's data, as for :meth:`leave_one_out`; None is what the fit got. The first
+                :data:`~ella_cuda.laplace.leave_one_out.CALIBRATION_POINTS` (500) data points are used.
+            tolerance: nats per data point, positive.
+            progress_bar: show one.
+
+        Returns:
+            ``predictive_prior_precision``: one value per parameter tensor. Call again after another ``sigma_noise`` or ``temperature``.
+
+        Raises:
+            As :meth:`leave_one_out`; nothing is changed then.
+
+        Warns:
+            UserWarning: under no factor is the NLL within the tolerance; the largest is taken.
+        """
+        tolerance = positive_number("tolerance", tolerance)
+        loader = self._training_loader(loader, "calibrate: loader")
+        self.predictive_prior_precision = calibrate(self, loader, tolerance, progress_bar)
+        return self.predictive_prior_precision
+
     def uncertainty(
         self, x: Any, n_samples: int = 1000, generator: torch.Generator | None = None, *, mean: str = "network"
     ) -> Uncertainty:
@@ -913,11 +982,13 @@ class BaseLaplace(Predictive):
 
     def _state(self) -> dict[str, Any]:
         linear, draws, fingerprint = self.linear_fit, self.fitted_model.draws, self.fitted_model.fingerprint
+        predictive = self.predictive_prior_precision
         return {
             **{key: getattr(self, key) for key in self._settings},
             "likelihood": repr(self.likelihood_function),
             "parameter_names": list(self.parameter_names),
             "prior_precision": self.prior_precision.detach().clone(),
+            "predictive_prior_precision": None if predictive is None else predictive.clone(),
             "sigma_noise": self.sigma_noise.detach().clone(),
             "prior_mean": self.prior_mean.clone(),
             "temperature": self.temperature,
@@ -957,11 +1028,13 @@ class BaseLaplace(Predictive):
                 raise ValueError(f"load_state_dict: {key} is {state[key]!r} in the state, but {own[key]!r} here.")
         precision, sigma = precisions_of(self, state["prior_precision"]), sigma_of(self, state["sigma_noise"])
         mean, linear = self._mean_of_prior(state["prior_mean"]), state["linear_mode"]
-        draws = checked_draws(self.model, state["draws"])
+        draws, predictive = checked_draws(self.model, state["draws"]), state["predictive_prior_precision"]
+        if predictive is not None:
+            predictive = precisions_of(self, predictive, "predictive_prior_precision").clone()
         take_curvature = self._read(state, state["n_data"])
         self._forget()
         self._prior_precision, self._sigma_noise, self._prior_mean = precision.clone(), sigma.clone(), mean
-        self._temperature = state["temperature"]
+        self._temperature, self._predictive_prior_precision = state["temperature"], predictive
         self.linear_fit = None if linear is None else LinearMode(**linear).on(self._device)
         self.n_data, self.n_outputs, self.n_targets = (state[key] for key in ("n_data", "n_outputs", "n_targets"))
         self.statistic, self.square_norms = (

@@ -266,7 +266,7 @@ def set_values(la: Evidence, precision: Tensor, sigma: Tensor, checked: bool = F
         *precisions, noise = torch.cat([precision, sigma[None]]).tolist()
         check_positive("prior_precision", precisions)
         check_positive("sigma_noise", [noise])
-    la._prior_precision, la._sigma_noise = precision, sigma
+    la._prior_precision, la._sigma_noise, la._predictive_prior_precision = precision, sigma, None
 
 
 def sigma_of(la: Evidence, value: Value) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ella_cuda.laplace.batches import data_points, pair_on, take
+from ella_cuda.laplace.batches import Inputs, data_points, pair_on, take
 from ella_cuda.laplace.evidence import data_weight
 from ella_cuda.laplace.likelihoods import DIAGONAL, by_position, gaussian_outputs
 from ella_cuda.laplace.posterior import Posterior
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ella_cuda.laplace.predictive import Predictive
 
 SCALES = tuple(10.0**k for k in range(7))  # of the precisions of a ranking
+FACTORS = tuple(10 ** (k / 4) for k in range(29))  # of the precisions of a calibration
+CALIBRATION_POINTS, PIECE = 500, 100  # data points that a calibration takes at most, and at a time
 BESIDE = 6  # matrices of a data point's outputs that are there beside the covariances
 APART = 1e-3  # of log likelihoods of the same data, relative
 
@@ -202,6 +204,50 @@ def best_of(
     return precisions[int(totals.where(possible, -math.inf).argmax())]
 
 
+@running_the_model
+@torch.no_grad()
+def calibrate(la: Predictive, loader: Iterable[Any], tolerance: float, progress_bar: bool) -> Tensor:
+    """The precisions of predictions; see :meth:`ella_cuda.laplace.KronLaplace.calibrate`."""
+    weight, now, how, where = data_weight(la), la.prior_precision.detach(), Prediction(), "calibrate"
+    posteriors = [la._posterior(now * factor, weight) for factor in FACTORS]
+    totals, alone, count, last = weight.new_zeros(len(FACTORS)), weight.new_zeros(()), 0, len(FACTORS) - 1
+    data, failed = _first(la, loader, where), set()
+    for place, mean, targets, left in left_out(la, posteriors, data, how, where, progress_bar, failed):
+        density = _log_density(la, mean + left.influence, left.covariance, targets, how)
+        totals[place] += density.masked_fill(left.undefined, -math.inf).sum()
+        if place == last:
+            alone += _log_density(la, mean, torch.zeros_like(left.covariance), targets, how).sum()
+            count += len(targets)
+        elif not totals[place].isfinite():
+            failed.add(place)
+    nll, own = -totals / count, -alone / count
+    fits = (nll <= own + tolerance).tolist()
+    if not any(fits):
+        warnings.warn(
+            f"calibrate: the leave-one-out NLL is {nll[-1].item():.4g} nats under {FACTORS[-1]:g} times the prior precisions, the largest "
+            f"factor, and that of the network's own outputs {own.item():.4g}, more than tolerance={tolerance:g} below; predictions are by "
+            "that factor. Set larger prior_precision, or a larger tolerance.",
+            stacklevel=5,
+        )
+        fits[-1] = True
+    return now * FACTORS[fits.index(True)]
+
+
+def _first(la: Predictive, loader: Iterable[Any], where: str) -> Iterator[tuple[Inputs, Tensor]]:
+    """The loader's first :data:`CALIBRATION_POINTS` data points, :data:`PIECE` at a time."""
+    room = CALIBRATION_POINTS
+    for batch in loader:
+        x, y = pair_on(batch, la.fitted_model.device, where, la.fitted_model.keys)
+        if len(y) != data_points(x):
+            yield x, y  # which is refused
+        for begin in range(0, min(len(y), room), PIECE):
+            some = slice(begin, min(begin + PIECE, room))
+            yield take(x, some), y[some]
+        room -= len(y)
+        if room <= 0:
+            return
+
+
 def left_out(
     la: Predictive,
     posteriors: Sequence[Posterior],
@@ -209,9 +255,11 @@ def left_out(
     how: Prediction,
     where: str,
     progress_bar: bool,
+    failed: Collection[int] = (),
 ) -> Iterator[tuple[int, Tensor, Tensor, Left]]:
     """The posterior's place, means, targets and what is left of some of the loader's data, for one pass through the network where a data
-    point's covariances under all posteriors are within ``la.memory_budget``; places come in order.
+    point's covariances under all posteriors are within ``la.memory_budget``; places come in order, without those that the caller has put into
+    ``failed`` before.
 
     Raises:
         ValueError: the loader gave no data, or more than the fit had; targets do not fit.
@@ -234,17 +282,19 @@ def left_out(
             )
         begin = 0
         while begin < len(y):
-            points, together = room(la, len(posteriors), where)
+            places = [place for place in range(len(posteriors)) if place not in failed]
+            points, together = room(la, len(places), where)
             which = slice(begin, begin + points)
-            for first in range(0, len(posteriors), together):
-                some = posteriors[first : first + together]
-                outputs, covariances = la._moments_under(la.fitted_model.inputs(take(x, which)), some)
+            for first in range(0, len(places), together):
+                some = places[first : first + together]
+                under = [posteriors[place] for place in some]
+                outputs, covariances = la._moments_under(la.fitted_model.inputs(take(x, which)), under)
                 likelihood = la.likelihood_function
                 mean = outputs + la._shift(take(x, which), how.mean)
                 with without_autocast(mean.device.type):
                     likelihood.check(mean, y[which])
                     statistic += 0 if first else likelihood.statistic(outputs, y[which])
-                for place, covariance in enumerate(covariances, first):
+                for place, covariance in zip(some, covariances, strict=True):
                     yield place, mean.double(), y[which], _without(la, mean, covariance, y[which], begin)
             begin += points
     if not count:

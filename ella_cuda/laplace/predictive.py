@@ -36,6 +36,8 @@ class Predictive(Evidence):
     """Predictions of approximations with a Gaussian posterior over parameters: see :class:`ella_cuda.laplace.KronLaplace`."""
 
     _rules: Sequence[Rule]  # of the layers with a posterior
+    predictive_prior_precision: Tensor | None
+    _predictive_posterior: Posterior
     _ways: list[tuple[int, bool | Exception]]  # to derivatives along directions, see TangentModel
     _predicting: tuple[list[nn.Module | nn.Parameter], RecordedPredictions] | None
 
@@ -54,8 +56,9 @@ class Predictive(Evidence):
         """The posterior predictive at x, whose names and shapes are laplace-torch's.
 
         The network is linearised at its parameters, so that its outputs are Gaussian: the mean is the network's output, the covariance
-        ``J P^-1 J^T``. Memory does not depend on the number of parameters times that of outputs; with many outputs pass
-        ``link_approx="probit"``, or of likelihoods without classes ``diagonal_output=True``, which take variances alone, or "mc".
+        ``J P^-1 J^T``, with P the curvature and ``predictive_prior_precision``, or ``prior_precision`` where that is None. Memory does not
+        depend on the number of parameters times that of outputs; with many outputs pass ``link_approx="probit"``, or of likelihoods without
+        classes ``diagonal_output=True``, which take variances alone, or "mc".
 
         Args:
             x: the model's inputs, ``(N, ...)``: a tensor, a tuple or list of arguments, or a mapping of them by name; moved to the model's
@@ -125,13 +128,13 @@ class Predictive(Evidence):
                 shape of the inputs of the fit is inputs.
         """
         if self._is_jacobian(x):
-            return self.posterior_precision.inv_square_form(x)
+            return self._predictive_posterior.inv_square_form(x)
         return moments(self, x)[1]
 
     def functional_covariance(self, x: Any) -> Tensor:
         """The covariance of all data points' outputs, ``(N K, N K)``; x as for :meth:`functional_variance`."""
         if self._is_jacobian(x):
-            return self.posterior_precision.joint_square_form(x)
+            return self._predictive_posterior.joint_square_form(x)
         return moments(self, x, joint=True)[1]
 
     def functional_samples(
@@ -289,7 +292,7 @@ class Predictive(Evidence):
     @running_the_model
     def _sampled(self, x: Any, pred_type: str, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """Outputs of the network or of its linearisation at samples of the parameters, of as many at a time as there is room for."""
-        posterior, x = self.posterior_precision, self.fitted_model.inputs(x)
+        posterior, x = self._predictive_posterior, self.fitted_model.inputs(x)
         parameters = ReplacedParameters(self.model, self.parameter_names)
         mean = self.mean
         # Samples go through the network together as far as their parameters, and what layers make of the inputs, find room.
@@ -324,7 +327,7 @@ def moments(la: Predictive, x: Any, joint: bool = False, diagonal: bool = False)
     """The outputs' mean ``(N, ...)`` and covariance ``(N, K, K)``, variances ``(N, K)`` with ``diagonal``, or ``(N K, N K)`` with
     ``joint``; x as for a call."""
     la.fitted_model.require_unchanged()
-    posterior = la.posterior_precision
+    posterior = la._predictive_posterior
     mean, (covariance,) = la._moments_under(la.fitted_model.inputs(x), [posterior], joint, diagonal)
     return mean, covariance
 
@@ -344,13 +347,13 @@ def predictions_at(
             parts = mean, by_position(mean, covariance)
             yield la._probabilities(link_approx, *parts) if likelihood.has_classes else parts
         return
-    before = la.prior_precision
+    before = la.prior_precision, la.predictive_prior_precision
     try:
         for precision in prior_precisions:
             la.prior_precision = precision
             yield la(x, pred_type, link_approx=link_approx, n_samples=n_samples)
     finally:
-        la.prior_precision = before
+        la.prior_precision, la.predictive_prior_precision = before
 
 
 def _moments(

@@ -41,7 +41,7 @@ class Uncertainty:
 def uncertainty(la: Predictive, x: Any, n_samples: int, generator: torch.Generator | None, mean: str) -> Uncertainty:
     """See :meth:`ella_cuda.laplace.KronLaplace.uncertainty`."""
     la.fitted_model.require_unchanged()
-    x, posterior = inputs_on(x, la.fitted_model.device, "uncertainty"), la.posterior_precision
+    x, posterior = inputs_on(x, la.fitted_model.device, "uncertainty"), la._predictive_posterior
     found = []
     points, _ = room(la, 1, "uncertainty")
     for begin in range(0, max(data_points(x), 1), points):

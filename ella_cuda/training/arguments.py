@@ -151,6 +151,7 @@ class Session(_Checked):
     on_evaluation: Callable[..., None] | None = None
     description: str = "training"
     group: Any = None
+    calibrate: bool = True
 
     def __post_init__(self) -> None:
         self._count(1, "n_data")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -113,6 +114,7 @@ class MarglikTrainer:
         self._keys = dict_keys(curvature.dict_key_x, curvature.dict_key_y, "marglik_training: ")
         self.model = _averaged(model, session.augment)
         self._steps, self._curvature, self._on_evaluation = steps, curvature, session.on_evaluation
+        self._calibrate = session.calibrate
         self._loaders = [train_loader, train_loader if session.marglik_loader is None else session.marglik_loader]
         self._evidence_name = "train_loader" if session.marglik_loader is None else "marglik_loader"
         for loader, name in zip(self._loaders, ("train_loader", self._evidence_name), strict=True):
@@ -230,14 +232,28 @@ class MarglikTrainer:
             self.la = self._new_laplace()
             # The fit of a finished run, resumed, of the best evidence again, or of a network that moved on since.
             if self._has_evidence:
-                with kept_random_state(self._loaders):
-                    if self._random_at_fit is not None:
-                        restore_own_random_state(self._random_at_fit, self._loaders, self._device, self._ranks)
-                    else:
-                        share_random_state(self._loaders, self._device, self._ranks)
-                    with self._held(), self._differentiable():
-                        self._fit(self.la)
+                with self._as_at_fit(), self._differentiable():
+                    self._fit(self.la)
+        if self._has_evidence and self._calibrate and self._likelihood.has_classes:
+            with self._as_at_fit():
+                chosen = self._ranks.from_first(
+                    self._ranks.together(
+                        lambda: calibrated(self.la, self._loaders[1]) if self._ranks.is_first else None
+                    )
+                )
+            self.la.predictive_prior_precision = chosen
         return self.la
+
+    @contextmanager
+    def _as_at_fit(self) -> Iterator[None]:
+        """For the duration of the context all generators, and the copies' draws, are those of the last evidence step's fit."""
+        with kept_random_state(self._loaders):
+            if self._random_at_fit is not None:
+                restore_own_random_state(self._random_at_fit, self._loaders, self._device, self._ranks)
+            else:
+                share_random_state(self._loaders, self._device, self._ranks)
+            with self._held():
+                yield
 
     @property
     def _has_evidence(self) -> bool:
@@ -561,6 +577,19 @@ class MarglikTrainer:
         return evaluation
 
 
+def calibrated(la: KronLaplace, loader: Iterable[Any]) -> Tensor | None:
+    """The precisions of la's predictions by :meth:`ella_cuda.laplace.KronLaplace.calibrate`; None, with a warning, where a data point has too
+    many outputs for it."""
+    try:
+        return la.calibrate(loader)
+    except MemoryError as error:
+        warnings.warn(
+            f"predictions could not be calibrated and are by prior_precision: {error}",
+            stacklevel=2,
+        )
+        return None
+
+
 def _averaged(model: nn.Module, augment: nn.Module | None) -> nn.Module:
     """The model, averaged over what ``augment`` makes of its inputs."""
     if augment is None:
@@ -675,11 +704,16 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
             writes the checkpoint, which has nothing of the group in it; the first rank that has an ``on_evaluation`` calls it, so that both
             may be given on rank 0 alone. What one rank raises, all raise. A loader with a method ``parts``, as
             :class:`ella_cuda.data.TensorLoader` has, makes its slices alone.
+        calibrate: whether, with "evidence" and a likelihood with classes, :meth:`ella_cuda.laplace.KronLaplace.calibrate` chooses the
+            precisions of ``la``'s predictions on data points of ``marglik_loader``, in the random state of the last fit. False: predictions
+            are by the learned precisions, as in laplace-torch. A regression's always are: the rule compares with the noise at the training
+            data, and leaves no error bars away from these. Of several processes rank 0 chooses. Where a data point has too many outputs for
+            the memory budget, a warning says so, and predictions are by the learned precisions.
 
     Returns:
-        ``(la, model, margliks, losses)``: the Laplace approximation at the last weights (fitted for "evidence"; for "map" not
-        fitted, call ``la.fit``), the trained model, ``-log q`` after every evidence step, and the mean loss of every epoch,
-        the prior's term included.
+        ``(la, model, margliks, losses)``: the Laplace approximation at the last weights (fitted for "evidence"; for "map" not fitted, call
+        ``la.fit``, and ``la.calibrate`` before predictions), the trained model, ``-log q`` after every evidence step, and the mean loss of
+        every epoch, the prior's term included.
         Unlike laplace-torch, the last weights are kept, unless ``keep="best"``.
 
     Raises:

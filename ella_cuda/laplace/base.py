@@ -614,6 +614,9 @@ class BaseLaplace(Predictive):
             )
         return self.linear_mode
 
+    def _require_additive(self) -> None:
+        """ValueError where the curvature of further data cannot be added without past data."""
+
     def _near(self, tol: float | None) -> float:
         return NEAR[self.fitted_model.dtype] if tol is None else tol
 
@@ -666,7 +669,8 @@ class BaseLaplace(Predictive):
             self.
 
         Raises:
-            ValueError: the posterior is not of a linear last layer alone, whose inputs do not depend on it; x or y do not fit.
+            ValueError: the posterior is not of a linear last layer alone, whose inputs do not depend on it; x or y do not fit;
+                ``eigenvalue_correction=True``, whose basis needs past data.
             RuntimeError: not fitted, the model changed since, or the linear mode was found at other precisions, noise or temperature.
             FloatingPointError: a log likelihood is not finite. Nothing is changed then.
 
@@ -677,6 +681,7 @@ class BaseLaplace(Predictive):
         Ritter, Botev and Barber, "Online structured Laplace approximations for overcoming catastrophic forgetting", NeurIPS 2018, eq. 7.
         """
         self.fitted_model.require_unchanged()
+        self._require_additive()
         layer = LastLayer.of(self.model, self._rules)
         inputs, targets = self.fitted_model.batch((x, y), "update")
         with self.fitted_model.filling():

@@ -251,6 +251,13 @@ class KronLaplace(BaseLaplace):
             require_same_draws(self)
         return sums
 
+    def _require_additive(self) -> None:
+        if self.eigenvalue_correction:
+            raise ValueError(
+                "update: with eigenvalue_correction=True further data change the eigenbasis, for which past data are needed again; use "
+                "fit(loader, override=False), which passes over these too, or a KronLaplace without the correction."
+            )
+
     def _hold_bases(self, bases: dict[str, Eigenbasis]) -> None:
         """Take these, with corrected eigenvalues."""
         self._eigenbases, self._spectra = bases, Spectra.of_bases(bases.values())

@@ -297,3 +297,11 @@ def test_other_posteriors_are_not_updated(subset):
     la = fitted(KronLaplace, "regression", subset=subset)
     with pytest.raises(ValueError, match=r"0\.weight, .*inputs of other layers change with the posterior"):
         la.update(X, TARGETS["regression"])
+
+
+def test_corrected_eigenvalues_are_not_updated():
+    la = fitted(KronLaplace, "regression", 20, eigenvalue_correction=True)
+    before = la.state_dict()["checksum"]
+    with pytest.raises(ValueError, match=r"update: with eigenvalue_correction=True .*past data"):
+        la.update(X[20:], TARGETS["regression"][20:])
+    assert la.state_dict()["checksum"] == before

@@ -589,9 +589,9 @@ class RecordedGradients(RecordedPasses):
     def __init__(self, passes: _Passes) -> None:
         la = passes.la
         likelihood = la.likelihood_function
-        settings = type(likelihood), repr(sorted(vars(likelihood).items())), passes.columns, la.temperature
         how = [(rule.approximation, rule.resolution) for rule in passes.rules]
-        super().__init__(passes.run, passes.rules, ("evidence gradient", *settings, repr(how), la.memory_budget))
+        settings = "evidence gradient", passes.columns, la.temperature, repr(how), la.memory_budget
+        super().__init__(passes.run, passes.rules, settings, likelihood)
         self._passes, self._likelihood = passes, likelihood
         self._fine: Tensor | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -123,10 +124,21 @@ def known_of(model: nn.Module) -> Known | None:
     modules = [*model.modules()]
     if any(is_changed(module) for module in modules) or _has_any_global_hook():
         return None
-    named = (*model.named_parameters(), *model.named_buffers())
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     tensors = [(name, tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in named]
-    description = tuple(map(repr, (*map(describe_module, modules), *tensors)))
+    # What has two names, or memory in common, may come apart.
+    every = [*model.named_modules(remove_duplicate=False)]
+    places = [(t.untyped_storage()._cdata, t.storage_offset()) for _, t in named]
+    same = _numbered(id(m) for _, m in every), _numbered(id(t) for _, t in named), _numbered(places)
+    structure = [name for name, _ in every], same
+    description = tuple(map(repr, (structure, *map(describe_module, modules), *tensors)))
     found = _known.get(model)
     if found is None or found.description != description or any(thing() is None for thing in found.described):
         found = _known[model] = Known(description, modules)
     return found
+
+
+def _numbered(things: Iterable[Any]) -> list[int]:
+    """The number of each, in the order in which they first come."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(thing, len(numbers)) for thing in things]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, model_outputs, tensors_of
+from ella_cuda.laplace.check_extensions import is_own
 from ella_cuda.laplace.check_model import alike
 from ella_cuda.laplace.known_model import known_of
 from ella_cuda.laplace.likelihoods import Likelihood
@@ -83,10 +84,21 @@ class RecordedPasses:
         settings: what else decides on what a pass does.
     """
 
-    def __init__(self, run: LayerPass, rules: Sequence[Rule], settings: tuple[Any, ...]) -> None:
+    def __init__(
+        self, run: LayerPass, rules: Sequence[Rule], settings: tuple[Any, ...], likelihood: Likelihood | None = None
+    ) -> None:
         self._run, self._known = run, known_of(run.model)
-        described = [(type(rule), rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in rules]
-        self._settings = (repr(described), *settings)
+        described = [(rule.name, rule.trainable, sorted(rule.tied), rule.copies) for rule in rules]
+        kinds = (type(likelihood), *map(type, rules))
+        # No output tells what a user's likelihood or rule reads elsewhere, so that passes with them are recorded anew in each fit.
+        of_users = None if likelihood is None or all(map(is_own, kinds)) else object()
+        self._settings = (
+            kinds,
+            repr(described),
+            "" if likelihood is None else repr(sorted(vars(likelihood).items())),
+            of_users,
+            *settings,
+        )
         self._verified: set[Kind] = set()
         self._given: dict[Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
         self._graphs: dict[Kind, _Graph] = {}
@@ -251,7 +263,7 @@ class RecordedBatches(RecordedPasses):
     """
 
     def __init__(self, run: CurvaturePass, add: Add, likelihood: Likelihood, settings: tuple[Any, ...]) -> None:
-        super().__init__(run, run.all_rules, (repr(sorted(vars(likelihood).items())), type(likelihood), *settings))
+        super().__init__(run, run.all_rules, settings, likelihood)
         self._add, self._likelihood = add, likelihood
         self._checks = not _checks_on_device(type(likelihood))
         self.changeless = True

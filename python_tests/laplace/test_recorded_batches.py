@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import (
+    FactorShape,
     IndependentLikelihood,
     KronLaplace,
+    Rule,
     base,
     curvature,
     fitted_model,
     known_model,
     kronecker_sums,
     recorded_batches,
+    register,
     register_likelihood,
     second_moment,
 )
@@ -453,6 +456,109 @@ def test_another_gradient_at_the_same_outputs(change, patient, replays, monkeypa
     else:
         monkeypatch.setattr(Halving, "twice", lambda self, h: h + h.detach())
     assert Sums(la.fit(loader)) == fitted(copy.deepcopy(model), loader, patient)
+
+
+def layers_of_one_memory() -> nn.Sequential:
+    """Norms whose weights are parts of one tensor, and norms of the same weights."""
+    table, norms = torch.ones(18, dtype=torch.float64), [nn.LayerNorm(6) for _ in range(4)]
+    for norm, part in zip(norms, table.split(6) + table.split(6)[2:], strict=True):
+        norm.weight.data = part
+    return nn.Sequential(nn.Linear(6, 6), *norms, nn.Linear(6, 4))
+
+
+def of_norm(number: int):
+    def change(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        weights = torch.arange(1.0, 7.0, dtype=torch.float64)
+        if number == 1:
+            model[1].weight.data.copy_(weights)
+        else:
+            model[number].weight.data = weights
+
+    return change
+
+
+def tied(model: nn.Module) -> nn.Module:
+    model[3].weight = model[0].weight
+    return model
+
+
+CHANGES = {  # a network, and what happens to it between fits
+    "a module again": (
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh()),
+        lambda model, monkeypatch: model.append(model[1]),
+    ),
+    "another order": (
+        lambda: nn.Sequential(nn.Linear(6, 4), act := nn.Tanh(), nn.Hardtanh(-0.3, 0.3), act),
+        lambda model, monkeypatch: model.insert(2, model.pop(3)),
+    ),
+    "another tie": (
+        lambda: tied(nn.Sequential(*(nn.Linear(6, 6).requires_grad_(False) for _ in range(4)), nn.Linear(6, 4))),
+        lambda model, monkeypatch: setattr(model[3], "weight", model[2].weight),
+    ),
+    "parts of one memory": (layers_of_one_memory, of_norm(1)),
+    "memory of its own": (layers_of_one_memory, of_norm(4)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_the_network_between_fits(what, patient, replays, monkeypatch):
+    make, change = CHANGES[what]
+    torch.manual_seed(0)
+    model, loader = make().double(), in_threes(*vectors(9))
+    la = KronLaplace(model).fit(loader)
+    before = Sums(la.fit(loader))
+    assert replays
+    change(model, monkeypatch)
+    again = Sums(la.fit(loader))
+    known_model._known.clear()
+    assert again == fitted(model, loader, patient)
+    assert again != before
+
+
+@pytest.mark.parametrize("of", ["likelihood", "rule"])
+def test_a_change_of_users_classes_between_fits(of, patient, replays, monkeypatch):
+    """Of what a likelihood's Hessian and a rule read, which no outputs show."""
+    scale, one = lambda: SETTINGS["factor"], lambda: 1.0
+    of_likelihood, of_rule = (scale, one) if of == "likelihood" else (one, scale)
+
+    @register_likelihood("half seen")
+    class HalfSeen(IndependentLikelihood):
+        def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return -0.5 * (outputs - targets).square()
+
+        def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return torch.full_like(outputs, of_likelihood())
+
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    class GainRule(Rule):
+        def shapes(self) -> dict[str, FactorShape]:
+            return {"weight": FactorShape.bias(4)}
+
+        def inputs(self, x: Tensor) -> None:
+            self.kept = x
+
+        def outputs(self, gradient: Tensor) -> None:
+            rows = of_rule() * gradient * self.kept
+            self.factors["weight"].output_moment.add(rows.flatten(0, 1)[:, None])
+
+    monkeypatch.setattr(base, "check_likelihood", lambda *_: None)
+    monkeypatch.setattr(curvature, "check_rules", lambda *_: None)
+    register(Gain)(GainRule)
+    model, (x, _) = nn.Sequential(nn.Linear(6, 4), Gain()).double(), vectors(18)
+    loader = in_threes(x, x[:, :4])[:7]
+    fitted(model, loader, patient, 2, likelihood=HalfSeen())
+    assert replays
+    monkeypatch.setitem(SETTINGS, "factor", 2.0)
+    again = fitted(model, loader, patient, 2, likelihood=HalfSeen())
+    known_model._known.clear()
+    assert again == fitted(model, loader, patient, likelihood=HalfSeen())
 
 
 def test_hooks_see_every_batch(replays):

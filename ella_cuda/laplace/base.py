@@ -60,6 +60,7 @@ from ella_cuda.laplace.leave_one_out import (
     calibrate,
     influence,
     leave_one_out,
+    shuffles,
 )
 from ella_cuda.laplace.likelihoods import IGNORED, LINKS, Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, features_of_fit, move, solve
@@ -914,6 +915,9 @@ class BaseLaplace(Predictive):
 
         Raises:
             ValueError: there is no such factor; and as :meth:`leave_one_out`, as other errors are.
+
+        Warns:
+            UserWarning: the loader shuffles, so that the numbers in ``order`` are nobody's; and as :meth:`leave_one_out`.
         """
         check_choice("link_approx", link_approx, LINKS)
         return influence(
@@ -1053,7 +1057,7 @@ class _Joined:
     """Several loaders, one after the other."""
 
     def __init__(self, loaders: Sequence[Iterable[Any]]) -> None:
-        self._loaders = loaders
+        self._loaders, self.shuffle = loaders, any(map(shuffles, loaders))
 
     def __iter__(self) -> Any:
         return itertools.chain.from_iterable(self._loaders)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler
 from tqdm import tqdm
 
 from ella_cuda.laplace.batches import Inputs, data_points, pair_on, take
@@ -128,6 +129,12 @@ def leave_one_out(la: Predictive, loader: Iterable[Any], how: Prediction, progre
 @torch.no_grad()
 def influence(la: Predictive, loader: Iterable[Any], how: Prediction, progress_bar: bool) -> Influence:
     """See :meth:`ella_cuda.laplace.KronLaplace.influence`."""
+    if shuffles(loader):
+        warnings.warn(
+            "influence: the loader shuffles, so that order and score are of the data points as this pass had them, which no later pass has; "
+            "pass a loader of the same data that does not.",
+            stacklevel=5,
+        )
     weight, now = data_weight(la), la.prior_precision.detach()
     posteriors = [la._posterior(now * scale, weight) for scale in SCALES]
     for scale, found in zip(SCALES, _results(la, posteriors, loader, how, "influence", progress_bar), strict=True):
@@ -137,6 +144,11 @@ def influence(la: Predictive, loader: Iterable[Any], how: Prediction, progress_b
         f"influence: under {SCALES[-1]:g} times the prior precisions {found.n_undefined} data points have a leverage of 1 or more; set "
         "larger prior_precision."
     )
+
+
+def shuffles(loader: Iterable[Any]) -> bool:
+    """Whether a loader of torch's or ours has another order in each pass."""
+    return bool(getattr(loader, "shuffle", False)) or isinstance(getattr(loader, "sampler", None), RandomSampler)
 
 
 def _results(

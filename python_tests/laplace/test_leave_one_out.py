@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace
 from python_tests.laplace.checks import drawn, randomised, sequences
 
@@ -448,3 +449,19 @@ def test_a_flipped_label_comes_first() -> None:
     ranked = FullLaplace(model, prior_precision=0.5).fit([(x, y)]).influence()
     assert ranked.order[0] == 5 and torch.equal(ranked.score, -ranked.log_density)
     assert (ranked.score[ranked.order].diff() <= 0).all() and sorted(ranked.order.tolist()) == list(range(N))
+
+
+@pytest.mark.parametrize("of", [torch.utils.data.DataLoader, TensorLoader])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_ranking_of_shuffled_data_is_told(of: Any, added: bool) -> None:
+    x, y = drawn(N, 3, seed=1), labels()
+    data = (x, y) if of is TensorLoader else (torch.utils.data.TensorDataset(x, y),)
+    la = KronLaplace(network(), prior_precision=30.0).fit(of(*data, batch_size=8, shuffle=True))
+    if added:
+        la.fit(of(*data, batch_size=8), override=False)
+    with pytest.warns(UserWarning, match="influence: the loader shuffles") as told:
+        la.influence()
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.influence(of(*data, batch_size=8))

@@ -26,7 +26,7 @@ class FunctionDescription:
     change."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = [*model.named_modules()]
+        named = [*model.named_modules(remove_duplicate=False)]
         self._held = [module for _, module in named]  # or another might get the id of one that is gone
         self._names = [name for name, _ in named]
         with exclusively(model):  # another thread's fit has hooks on it
@@ -34,7 +34,7 @@ class FunctionDescription:
 
     def change(self, model: nn.Module) -> str:
         """Which module is another than it was, in words; "" where none is."""
-        modules = [*model.modules()]
+        modules = [module for _, module in model.named_modules(remove_duplicate=False)]
         with exclusively(model):
             parts = [_part(module) for module in modules]
         for name, was, part, module in zip(self._names, self._parts, parts, modules, strict=False):

@@ -453,7 +453,8 @@ class KronLaplace(BaseLaplace):
 
     def _peak_bytes(self, x: Inputs | None) -> int:
         rules = self.fitted_model.present_rules()
-        return peak_bytes(self.model, rules, self.memory_budget, x, self.eigenvalue_correction)
+        summed = self.fisher == "exact" and not self.column_tolerance
+        return peak_bytes(self.model, rules, self.memory_budget, x, self.eigenvalue_correction, summed)
 
     def summary(self) -> str:
         """A table of what is done with every parameter, before or after a fit: the rule of its layer, the sides of its factors as blocks x

@@ -191,15 +191,20 @@ def best_of(
     tried = [*precisions] if start is None else [start, *precisions]
     posteriors = [la._posterior(precision, weight) for precision in tried]
     totals = weight.new_zeros(len(tried))
-    undefined = torch.zeros_like(totals)
+    undefined, count = torch.zeros_like(totals), 0
     for place, mean, targets, left in left_out(la, posteriors, loader, how, "optimize_prior_precision", progress_bar):
         if start is None or not place:
-            means = left
+            means, count = left, count + (len(mean) if not place else 0)
         density = _log_density(la, mean + means.influence, left.covariance, targets, how)
         totals[place] += density[~(means.undefined | left.undefined)].sum()
         undefined[place] += (left.undefined if means is left else left.undefined & ~means.undefined).sum()
     if start is not None:
         unknown, undefined, totals = int(undefined[0]), undefined[1:], totals[1:]
+        if unknown == count:
+            raise ValueError(
+                "optimize_prior_precision: under init_prior_prec every data point has a leverage of 1 or more, so that none has means "
+                "without it; pass a larger init_prior_prec."
+            )
         if unknown:
             warnings.warn(
                 f"optimize_prior_precision: under init_prior_prec {unknown} data points have a leverage of 1 or more, and no part in "

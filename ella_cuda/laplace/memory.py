@@ -19,6 +19,7 @@ from ella_cuda.laplace.eigenvalues import workspace
 from ella_cuda.laplace.factors import merged_shapes
 from ella_cuda.laplace.interception import saved_tensors
 from ella_cuda.laplace.kronecker_sums import WAITING, WORKSPACE
+from ella_cuda.laplace.rules.linear import LinearRule
 from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.ops._precision import without_autocast
 
@@ -31,7 +32,12 @@ ROUND = 2  # what passes take for each byte of gradients: layers make copies, an
 
 
 def peak_bytes(
-    model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Inputs | None, corrected: bool = False
+    model: nn.Module,
+    rules: Sequence[Rule],
+    memory_budget: int,
+    x: Inputs | None,
+    corrected: bool = False,
+    summed: bool = False,
 ) -> int:
     """The most that a fit allocates at once: the factors, and the larger of what a pass over a batch and what the eigenvalues take.
 
@@ -39,6 +45,7 @@ def peak_bytes(
         memory_budget: of the gradients of one backward pass.
         x: a batch of the size that the loader yields, on the model's device; None leaves out what its forward pass keeps.
         corrected: whether eigenvectors and corrected eigenvalues are kept too.
+        summed: whether a linear layer that alone has factors takes the sum of Hessians, without columns.
     """
     of_ties = [side for s in merged_shapes(rules).values() for side in ((1, s.inputs), (1, s.outputs))]
     blocks = [side for rule in rules for side in rule.blocks()] + of_ties
@@ -48,7 +55,7 @@ def peak_bytes(
     if corrected:  # eigenvalues twice: in a basis, and as the evidence takes them
         factors += sum(groups * rows**2 for groups, rows in blocks) * like.element_size()
         factors += 2 * sum(s.numel for rule in rules for s in rule.shapes().values()) * torch.float64.itemsize
-    kept, column, columns = (0, 0, memory_budget) if x is None else _of_a_batch(model, rules, memory_budget, x)
+    kept, column, columns = (0, 0, memory_budget) if x is None else _of_a_batch(model, rules, memory_budget, x, summed)
     kept += WAITING + WORKSPACE if x is not None and device.type == "cuda" else 0
     return factors + max(max(ROUND * min(columns, memory_budget), column) + kept, workspace(blocks, device))
 
@@ -140,7 +147,9 @@ class _Held:
         self.tensor = tensor
 
 
-def _of_a_batch(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Inputs) -> tuple[int, int, int]:
+def _of_a_batch(
+    model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Inputs, summed: bool
+) -> tuple[int, int, int]:
     """Bytes that the graph of a fit keeps of a batch's images that go together, those of a column's gradients, and of all columns', estimated
     from its first image."""
     constants = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -164,11 +173,15 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: 
             stack.enter_context(run.nodes())
             stack.enter_context(saved_tensors(keep, lambda held: held.tensor))
             outputs = run.forward(one)
+            last = run.last_call(outputs) if summed else None
             ours = run.kept_bytes()
             storages = [one.tensor.untyped_storage() for one in held]
             kept = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in constants}
     together = max(data_points(x), run.merged_images(x))
     images, count = run.images_at_once(together), math.prod(outputs.shape[1:])
     column = images * max(run.column_bytes, COLUMN * outputs.shape[-1] + outputs.element_size() * count)
+    if last is not None and type(last.rule) is LinearRule:
+        column = images * COLUMN * count + 2 * torch.float64.itemsize * count**2  # the sum of Hessians
+        return images * (sum(kept.values()) + ours + ROOT * count), column, 0
     of_copies = sums + max(min(count * sums, memory_budget), sums)  # means of inputs, and sums of gradients
     return images * (sum(kept.values()) + ours + of_copies + ROOT * count), column, count * column

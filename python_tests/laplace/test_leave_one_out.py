@@ -465,3 +465,12 @@ def test_a_ranking_of_shuffled_data_is_told(of: Any, added: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         la.influence(of(*data, batch_size=8))
+
+
+def test_a_start_under_which_nothing_is_defined_is_refused():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double(), torch.randn(3, 8).double()
+    la = DiagLaplace(model, "regression", sigma_noise=0.1).fit([(x, torch.randn(3, 2).double())])
+    with pytest.raises(ValueError, match="larger init_prior_prec"):
+        la.optimize_prior_precision(method="loo", prior_structure="scalar", init_prior_prec=1e-3, grid_size=5)
+    assert torch.equal(la.prior_precision, torch.ones(4).double())

@@ -561,6 +561,14 @@ def test_a_change_of_users_classes_between_fits(of, patient, replays, monkeypatc
     assert again == fitted(model, loader, patient, likelihood=HalfSeen())
 
 
+def test_an_approximation_is_not_that_of_a_network_with_a_module_again():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh()).double()
+    la = KronLaplace(model).fit(in_threes(*vectors(9)))
+    model.append(model[1])
+    with pytest.raises(RuntimeError, match="number of its modules"):
+        la.fitted_model.require_unchanged()
+
+
 def test_hooks_see_every_batch(replays):
     model, seen = perceptron(), []
     model[0].register_forward_hook(lambda module, args, out: seen.append(len(out)))

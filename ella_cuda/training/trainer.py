@@ -58,6 +58,7 @@ from ella_cuda.training.start import make_optimizer, make_scheduler, require_pas
 from ella_cuda.training.step import TrainingStep
 
 PLAN = ("batch_size", "shuffle", "drop_last", "sampler", "augment")  # of a loader, what its batches depend on
+CALIBRATED_OUTPUTS = 100  # of a data point, of which calibrating takes gradients, and their square for each factor
 Result = tuple[KronLaplace, nn.Module, list[float], list[float]]
 
 
@@ -581,12 +582,13 @@ def calibrated(la: KronLaplace, loader: Iterable[Any]) -> Tensor | None:
     """The precisions of la's predictions by :meth:`ella_cuda.laplace.KronLaplace.calibrate`; None, with a warning, where a data point has too
     many outputs for it."""
     try:
+        if la.n_outputs > CALIBRATED_OUTPUTS:
+            raise MemoryError(
+                f"a data point has {la.n_outputs:,} outputs, and la.calibrate(loader) takes long with more than {CALIBRATED_OUTPUTS}."
+            )
         return la.calibrate(loader)
     except MemoryError as error:
-        warnings.warn(
-            f"predictions could not be calibrated and are by prior_precision: {error}",
-            stacklevel=2,
-        )
+        warnings.warn(f"predictions are not calibrated, and are by prior_precision: {error}", stacklevel=2)
         return None
 
 

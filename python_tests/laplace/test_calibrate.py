@@ -247,7 +247,11 @@ def test_a_training_of_too_many_outputs_warns(monkeypatch: pytest.MonkeyPatch) -
     def full(*args: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("ella_cuda.laplace.leave_one_out.room", full)
-    with pytest.warns(UserWarning, match=r"could not be calibrated .*: no room"):
-        la, _ = trained(1)
-    assert la.predictive_prior_precision is None
+    for name, value, words in (
+        ("laplace.leave_one_out.room", full, "no room"),
+        ("training.trainer.CALIBRATED_OUTPUTS", 2, "3 outputs"),
+    ):
+        monkeypatch.setattr(f"ella_cuda.{name}", value)
+        with pytest.warns(UserWarning, match=f"not calibrated.*{words}"):
+            la, _ = trained(1)
+        assert la.predictive_prior_precision is None

@@ -586,6 +586,7 @@ def calibrated(la: KronLaplace, loader: Iterable[Any]) -> Tensor | None:
             raise MemoryError(
                 f"a data point has {la.n_outputs:,} outputs, and la.calibrate(loader) takes long with more than {CALIBRATED_OUTPUTS}."
             )
+        la.log_marginal_likelihood()  # its eigenvalues first: those that come with a basis differ in the last bits
         return la.calibrate(loader)
     except MemoryError as error:
         warnings.warn(f"predictions are not calibrated, and are by prior_precision: {error}", stacklevel=2)

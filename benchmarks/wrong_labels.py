@@ -112,7 +112,7 @@ def main() -> None:
     found = [row for seed in range(args.seeds) for row in rows(seed)]
     print(table(found))
     if args.out:
-        write_file(args.out, json.dumps(found, indent=1).encode())
+        write_file(args.out, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

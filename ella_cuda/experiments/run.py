@@ -281,7 +281,9 @@ def _run(
         else:
             own = evidence_loader if ranks.group is None else shard(evidence_loader, ranks.group)
             la.fit(own, group=ranks.group)
-            ranks.together(lambda: calibrated(la, evidence_loader) if first else None)  # which alone evaluates
+            ranks.together(
+                lambda: calibrated(la, evidence_loader, progress) if first else None
+            )  # which alone evaluates
 
     def described() -> dict[str, Any]:
         return _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)

@@ -229,7 +229,7 @@ def calibrate(la: Predictive, loader: Iterable[Any], tolerance: float, progress_
     posteriors = [la._posterior(now * factor, weight) for factor in FACTORS]
     totals, alone, count, last = weight.new_zeros(len(FACTORS)), weight.new_zeros(()), 0, len(FACTORS) - 1
     data, failed = _first(la, loader, where), set()
-    for place, mean, targets, left in left_out(la, posteriors, data, how, where, progress_bar, failed):
+    for place, mean, targets, left in left_out(la, posteriors, data, how, where, progress_bar, failed, whole=False):
         density = _log_density(la, mean + left.influence, left.covariance, targets, how)
         totals[place] += density.masked_fill(left.undefined, -math.inf).sum()
         if place == last:
@@ -273,10 +273,11 @@ def left_out(
     where: str,
     progress_bar: bool,
     failed: Collection[int] = (),
+    whole: bool = True,
 ) -> Iterator[tuple[int, Tensor, Tensor, Left]]:
     """The posterior's place, means, targets and what is left of some of the loader's data, for one pass through the network where a data
     point's covariances under all posteriors are within ``la.memory_budget``; places come in order, without those that the caller has put into
-    ``failed`` before.
+    ``failed`` before. Of data that are not ``whole``, which may be a part, no other log likelihood than the fit's is told.
 
     Raises:
         ValueError: the loader gave no data, or more than the fit had; targets do not fit.
@@ -316,7 +317,7 @@ def left_out(
             begin += points
     if not count:
         raise ValueError(f"{where}: the loader gave no data; pass a re-iterable loader such as a DataLoader.")
-    if count == la.n_data and (statistic - la.statistic).abs() > APART * (1 + la.statistic.abs()):
+    if whole and count == la.n_data and (statistic - la.statistic).abs() > APART * (1 + la.statistic.abs()):
         warnings.warn(
             f"{where}: the loader's data are as many as the fit's but have another log likelihood ({statistic.item():.6g}, not "
             f"{la.statistic.item():.6g}, up to a normaliser), so that it is not they that are left out; pass the fit's data without "

@@ -50,26 +50,24 @@ class Kind:
         seen: how many there were.
         tape: of one; None before it is recorded. names: of the tensors that the tape finds there.
         outputs: the tape of what is compared with the network's own.
-        fresh: whether the tape's outputs were compared for no pass but the one that was recorded, of which it may hold numbers; not of fits.
+        recorded: the network's outputs for the pass that was recorded, of which the tape may hold numbers.
         refused: why there is no tape, in words.
         has_sums: of a batch of the evidence's gradient, after which sums of gradients there are.
         rows, products, calls: what a batch of a fit adds to the counts of sums and of layers' calls.
         decide: the sums of whose rows a fit's tape has the likeness, and how many tensors that is.
-        recorded: the network's outputs for the batch of a fit that was recorded, of which the tape may hold numbers.
     """
 
     seen: int = 0
     tape: Tape | None = None
     names: list[Name] = dataclasses.field(default_factory=list)
     outputs: Callable[..., list[Tensor]] | None = None
-    fresh: bool = True
+    recorded: Tensor | None = None
     refused: str = ""
     has_sums: list[bool] = dataclasses.field(default_factory=list)
     rows: list[int] = dataclasses.field(default_factory=list)
     calls: list[int] = dataclasses.field(default_factory=list)
     products: list[int] = dataclasses.field(default_factory=list)
     decide: dict[int, int] = dataclasses.field(default_factory=dict)
-    recorded: Tensor | None = None
 
     @property
     def writes_sums_alone(self) -> bool:
@@ -182,27 +180,21 @@ class RecordedPasses:
     def _is_the_network(
         self, kind: Kind, inputs: Sequence[Tensor], given: Any, own: Callable[[], Sequence[Tensor]]
     ) -> bool:
-        """Whether the tape's outputs are the network's own, compared once. Waits for the device."""
-        if kind not in self._verified:
-            if self._compared(kind, inputs, given, own) is None:
-                return False
-            if not kind.fresh:
-                self._verified.add(kind)
-            kind.fresh = False
-        return True
-
-    @staticmethod
-    def _compared(
-        kind: Kind, inputs: Sequence[Tensor], given: Any, own: Callable[[], Sequence[Tensor]]
-    ) -> Sequence[Tensor] | None:
-        """The network's own outputs; None where the tape has others, which is then dropped."""
+        """Whether the tape's outputs are the network's own, the last of ``own()``; compared until a pass has other outputs than the recorded
+        one. Where they are not, the tape is dropped. Waits for the device."""
+        if kind in self._verified:
+            return True
         with torch.no_grad():
             wanted = own()
-        if all(map(alike, kind.outputs(inputs, *given), wanted)):
-            return wanted
-        kind.tape = None
-        kind.refused = "the network's outputs for another batch are not those of the recorded function"
-        return None
+        if not all(map(alike, kind.outputs(inputs, *given), wanted)):
+            kind.tape = None
+            kind.refused = "the network's outputs for another batch are not those of the recorded function"
+            return False
+        if kind.recorded is None:
+            kind.recorded = wanted[-1]
+        elif not torch.equal(wanted[-1], kind.recorded):
+            self._verified.add(kind)
+        return True
 
     def _outputs(
         self,
@@ -370,17 +362,9 @@ class RecordedBatches(RecordedPasses):
     def _is_the_network(
         self, kind: Kind, inputs: Sequence[Tensor], given: Any, own: Callable[[], Sequence[Tensor]]
     ) -> bool:
-        """Compared once in a fit, at a batch of other outputs than the recorded one's."""
-        if kind not in self._verified:
-            self.changeless = self.changeless and kind.writes_sums_alone
-            found = self._compared(kind, inputs, given, own)
-            if found is None:
-                return False
-            if kind.recorded is None:
-                kind.recorded = found[-1]
-            elif not torch.equal(found[-1], kind.recorded):
-                self._verified.add(kind)
-        return True
+        """The network's own forward changes nothing where the tape, which has its operators, changes nothing."""
+        self.changeless = self.changeless and kind.writes_sums_alone
+        return super()._is_the_network(kind, inputs, given, own)
 
     @staticmethod
     def _can_decide(kind: Kind, plan: _Plan, sums: _Sums) -> bool:

@@ -238,12 +238,13 @@ class MarglikTrainer:
         if self._has_evidence and self._calibrate and self._likelihood.has_classes:
             with self._as_at_fit():
                 chosen = self._ranks.from_first(
-                    self._ranks.together(
-                        lambda: calibrated(self.la, self._loaders[1]) if self._ranks.is_first else None
-                    )
+                    self._ranks.together(lambda: self._calibrated() if self._ranks.is_first else None)
                 )
             self.la.predictive_prior_precision = chosen
         return self.la
+
+    def _calibrated(self) -> Tensor | None:
+        return calibrated(self.la, self._loaders[1], not self._bar["disable"])
 
     @contextmanager
     def _as_at_fit(self) -> Iterator[None]:
@@ -578,7 +579,7 @@ class MarglikTrainer:
         return evaluation
 
 
-def calibrated(la: KronLaplace, loader: Iterable[Any]) -> Tensor | None:
+def calibrated(la: KronLaplace, loader: Iterable[Any], progress_bar: bool = False) -> Tensor | None:
     """The precisions of la's predictions by :meth:`ella_cuda.laplace.KronLaplace.calibrate`; None, with a warning, where a data point has too
     many outputs for it."""
     try:
@@ -587,7 +588,7 @@ def calibrated(la: KronLaplace, loader: Iterable[Any]) -> Tensor | None:
                 f"a data point has {la.n_outputs:,} outputs, and la.calibrate(loader) takes long with more than {CALIBRATED_OUTPUTS}."
             )
         la.log_marginal_likelihood()  # its eigenvalues first: those that come with a basis differ in the last bits
-        return la.calibrate(loader)
+        return la.calibrate(loader, progress_bar=progress_bar)
     except MemoryError as error:
         warnings.warn(f"predictions are not calibrated, and are by prior_precision: {error}", stacklevel=2)
         return None

@@ -125,11 +125,22 @@ def test_nothing_inside_reads_a_number(graphs, joint, monkeypatch, replays):
     la.model.images = collections.deque()
     x, _ = la.model.data(5)
     la.fit([(x, la.model(x).detach())])
-    for _ in range(4):
-        la._moments_under(x, [la.posterior_precision], joint)
+    for scale in range(1, 5):
+        la._moments_under(scale * x, [la.posterior_precision], joint)
     with load("counted_ops").Counted(refuse=True) as counted:
         la._pass()(x, [la.posterior_precision], joint, False)
     assert len(replays) == 4 and counted.ops
+
+
+def test_outputs_are_compared_until_they_are_others(monkeypatch, replays):
+    """A tape may hold numbers of the inputs that it was recorded with, which only other inputs show."""
+    compared, own = [], RecordedPredictions._own
+    monkeypatch.setattr(RecordedPredictions, "_own", lambda self, x: compared.append(len(x)) or own(self, x))
+    x, _ = vectors(5)
+    la = KronLaplace(perceptron(), "regression").fit([(x, x[:, :4])])
+    for number, scale in enumerate((1.0, 1.0, 1.0, 1.0, 2.0, 3.0)):  # the second is recorded
+        la._moments_under(scale * x, [la.posterior_precision])
+        assert len(compared) == min(number, 4) and len(replays) == number
 
 
 def test_parts_are_passes(monkeypatch, patience, replays):

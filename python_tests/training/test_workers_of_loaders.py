@@ -43,7 +43,7 @@ def train(checkpoint: Path, seeded: bool, until: int = 3, **how: object) -> tupl
             raise Interrupted
 
     settings = {"n_epochs": 3, "n_hypersteps": 2, "progress_bar": False, "checkpoint": checkpoint}
-    _, model, margliks, losses = marglik_training(model, loader, on_evaluation=interrupt, calibrate=False, **settings)
+    _, model, margliks, losses = marglik_training(model, loader, on_evaluation=interrupt, **settings)
     return margliks, losses, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 

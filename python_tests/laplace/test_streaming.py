@@ -62,13 +62,13 @@ def test_columns_of_many_classes_are_built_within_the_budget(monkeypatch):
     monkeypatch.setattr(
         Columns, "__getitem__", lambda self, part: (out := original(self, part), sizes.append(out.numel()))[0]
     )
-    model = nn.Linear(3, 200).double()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 200)).double()  # a last layer alone needs none
     x, y = torch.randn(6, 3).double(), torch.randint(200, (6,))
     whole = KronLaplace(model).fit([(x, y)])
     assert sizes == [199 * 6 * 200]
     sizes.clear()
     parts = KronLaplace(model, memory_budget=1 << 20).fit([(x, y)])
-    # A number takes 8 bytes of the result and 24 of temporaries, which is more than its gradients take in this layer.
+    # A number takes 8 bytes of the result and 24 of temporaries, which is more than its gradients take in these layers.
     assert sum(sizes) == 199 * 6 * 200 and max(sizes) * 32 <= 1 << 20
     for ours, theirs in zip(parts.factors.values(), whole.factors.values(), strict=True):
         torch.testing.assert_close(ours.outputs, theirs.outputs)

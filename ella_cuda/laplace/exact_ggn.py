@@ -147,7 +147,7 @@ class FullPosterior(_OfElements):
     def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
         rows: list[Tensor] = []  # of all parameters together, (K, N, S)
 
-        def take(name: str, jacobian: Jacobian) -> None:
+        def take(name: str, _: slice, jacobian: Jacobian) -> None:
             if not rows:
                 rows.append(jacobian.outputs.new_zeros(*jacobian.outputs.shape[:2], self.n_params))
             self.layout.add_to(rows[0], name, jacobian)
@@ -201,7 +201,7 @@ class DiagonalPosterior(_OfElements):
         return found if diagonal else found.diag_embed()
 
     def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
-        def take(name: str, jacobian: Jacobian) -> None:
+        def take(name: str, _: slice, jacobian: Jacobian) -> None:
             where = self.layout.where[name]
             if where.stop > where.start:
                 rows = self.layout.rows(name, jacobian)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 SCALES = tuple(10.0**k for k in range(7))  # of the precisions of a ranking
 FACTORS = tuple(10 ** (k / 4) for k in range(29))  # of the precisions of a calibration
-CALIBRATION_POINTS, PIECE = 500, 100  # data points that a calibration takes at most, and at a time
+CALIBRATION_POINTS = 500  # data points that a calibration takes at most
+PIECES = 10, 100  # data points at a time: of the first, which rule most factors out, and of the others
 BESIDE = 6  # matrices of a data point's outputs that are there beside the covariances
 APART = 1e-3  # of log likelihoods of the same data, relative
 
@@ -251,15 +252,17 @@ def calibrate(la: Predictive, loader: Iterable[Any], tolerance: float, progress_
 
 
 def _first(la: Predictive, loader: Iterable[Any], where: str) -> Iterator[tuple[Inputs, Tensor]]:
-    """The loader's first :data:`CALIBRATION_POINTS` data points, :data:`PIECE` at a time."""
-    room = CALIBRATION_POINTS
+    """The loader's first :data:`CALIBRATION_POINTS` data points, :data:`PIECES` at a time."""
+    room, piece = CALIBRATION_POINTS, PIECES[0]
     for batch in loader:
         x, y = pair_on(batch, la.fitted_model.device, where, la.fitted_model.keys)
         if len(y) != data_points(x):
             yield x, y  # which is refused
-        for begin in range(0, min(len(y), room), PIECE):
-            some = slice(begin, min(begin + PIECE, room))
+        begin, end = 0, min(len(y), room)
+        while begin < end:
+            some = slice(begin, min(begin + piece, end))
             yield take(x, some), y[some]
+            begin, piece = some.stop, PIECES[1]
         room -= len(y)
         if room <= 0:
             return

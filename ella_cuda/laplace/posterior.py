@@ -263,11 +263,11 @@ class Contraction(NamedTuple):
     """Adds to a covariance of outputs.
 
     Attributes:
-        take: ``(name, Jacobian)``, of one parameter.
+        take: ``(name, *piece)``, with what :meth:`Posterior.pieces` yields of one parameter.
         finish: once all parameters' are there.
     """
 
-    take: Callable[[str, Jacobian], None]
+    take: Callable[[str, slice, Jacobian], None]
     finish: Callable[[], None] = lambda: None
 
 
@@ -300,6 +300,11 @@ class Posterior(ABC):
     def diag(self, exponent: float = 1) -> Tensor:
         """The diagonal of ``P^exponent``, ``(P,)``: with -1 the parameters' variances."""
 
+    def pieces(self, name: str, jacobian: Jacobian, joint: bool = False) -> Iterator[tuple[slice, Jacobian]]:
+        """A parameter's Jacobian as the contractions of all posteriors of the same curvature take it: data points, and what is of them. A
+        piece is used before the next one is made."""
+        yield slice(None), jacobian
+
     @abstractmethod
     def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
         """A contraction that adds Jacobians' parts of ``J P^-1 J^T`` to the variance.
@@ -322,7 +327,7 @@ class Posterior(ABC):
             contraction, columns = self.contraction(part), units.expand(-1, len(its), -1, -1, -1)
             for name, own in names.items():
                 inputs = its[:, None, None] if name == "weight" else None
-                contraction.take(own, Jacobian(columns, inputs))
+                self._take(contraction, own, Jacobian(columns, inputs))
             contraction.finish()
         return variance
 
@@ -352,9 +357,13 @@ class Posterior(ABC):
         contraction = self.contraction(variance)
         parts = jacobians.split([shape.numel for shape in self.shapes.values()], -1)
         for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
-            contraction.take(name, Jacobian(shape.to_blocks(part, 2).transpose(0, 1)))
+            self._take(contraction, name, Jacobian(shape.to_blocks(part, 2).transpose(0, 1)))
         contraction.finish()
         return variance.to(jacobians.dtype)
+
+    def _take(self, contraction: Contraction, name: str, jacobian: Jacobian) -> None:
+        for piece in self.pieces(name, jacobian):
+            contraction.take(name, *piece)
 
     def joint_square_form(self, jacobians: Tensor) -> Tensor:
         """``J P^-1 J^T`` of all rows of ``(N, K, P)`` or ``(N K, P)``: ``(N K, N K)``."""
@@ -428,16 +437,31 @@ class KronPosterior(Posterior):
         found = [basis.back(part * self._power(name, -0.5).to(self.dtype)) for name, basis, part in self._parts(white)]
         return self._joined(found)
 
+    def pieces(self, name: str, jacobian: Jacobian, joint: bool = False) -> Iterator[tuple[slice, Jacobian]]:
+        """In the eigenbasis, which all these posteriors share; with ``joint`` as it is."""
+        basis, every = self.bases[name].restricted(jacobian.blocks), slice(None)
+        if joint:
+            yield every, jacobian
+        elif jacobian.index is not None:
+            rows = without_repeats(jacobian)[:, :, :, None]
+            yield every, jacobian._replace(outputs=basis.output_rows_in(rows))
+        else:
+            rows, rest = basis.rows_in(jacobian)
+            if rest is None and basis.values.takes_rows(rows.inputs.shape[1]):
+                yield every, rows
+                return
+            for some, m in rows.written_out(ON_CPU):
+                yield some, rows._replace(outputs=m if rest is None else rest(m), inputs=None)
+
     def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
-        def take(name: str, jacobian: Jacobian) -> None:
-            basis = self.bases[name].restricted(jacobian.blocks)
-            jacobian = jacobian._replace(blocks=None)
+        def take(name: str, some: slice, rows: Jacobian) -> None:
+            basis, prior = self.bases[name].restricted(rows.blocks), self._prior[name]
             if joint:
-                self._add_joint(variance, jacobian, basis, self._prior[name])
-            elif jacobian.index is not None:
-                self._add_looked_up(variance, jacobian, basis, self._prior[name])
+                self._add_joint(variance, rows, basis, prior)
+            elif rows.index is not None:
+                self._add_looked_up(variance, rows, basis, prior)
             else:
-                self._add(variance, jacobian, basis, self._prior[name])
+                basis.values.add_variance_(variance[some], rows.inputs, rows.outputs, prior, self.scale)
 
         return Contraction(take)
 
@@ -460,18 +484,8 @@ class KronPosterior(Posterior):
                 part += (its[:, None] * vectors) @ vectors.T
         return covariance
 
-    def _add(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
-        rows, rest = basis.rows_in(jacobian)
-        if rest is None and basis.values.takes_rows(rows.inputs.shape[1]):
-            basis.values.add_variance_(variance, rows.inputs, rows.outputs, prior, self.scale)
-            return
-        for some, m in rows.written_out(ON_CPU):
-            m = m if rest is None else rest(m)
-            basis.values.add_variance_(variance[some], None, m, prior, self.scale)
-
     def _add_looked_up(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
-        rows, index = without_repeats(jacobian), jacobian.index  # (K, N, T, b), (N, T)
-        rows = basis.output_rows_in(rows[:, :, :, None])[:, :, :, 0]
+        rows, index = jacobian.outputs[:, :, :, 0], jacobian.index  # (K, N, T, b), (N, T)
         precisions = self.scale * basis.values.at(index).whole()[:, :, 0] + prior  # (N, T, b)
         scaled = (rows.double() / precisions).transpose(0, 1).flatten(2)  # (N, K, T b)
         rows = rows.transpose(0, 1).flatten(2).double()

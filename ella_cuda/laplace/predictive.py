@@ -394,8 +394,9 @@ class _Moments(JacobianConsumer):
         self._adds = [p.contraction(part, self._joint) for p, part in zip(self._posteriors, self._parts, strict=True)]
 
     def take(self, name: str, jacobian: Jacobian) -> None:
-        for add in self._adds:
-            add.take(name, jacobian)
+        for piece in self._posteriors[0].pieces(name, jacobian, self._joint):
+            for add in self._adds:
+                add.take(name, *piece)
 
     def end(self) -> None:
         for add, part, place in zip(self._adds, self._parts, self._places, strict=True):

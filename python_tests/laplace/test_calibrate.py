@@ -79,7 +79,7 @@ def test_the_widest_posterior_within_the_tolerance_is_chosen(tolerance: float) -
 
 def test_a_posterior_that_leaves_a_point_undefined_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of one data point: an undefined one comes after others that are not."""
-    monkeypatch.setattr("ella_cuda.laplace.leave_one_out.PIECE", 1)
+    monkeypatch.setattr("ella_cuda.laplace.leave_one_out.PIECES", (1, 1))
     la = fitted(prior_precision=1e-3)
     expected = next(k for k in range(29) if not undefined(la, k))
     assert expected > 0 and undefined(la, 0) < N
@@ -94,7 +94,7 @@ def undefined(la: Any, k: int) -> int:
 
 def test_the_first_data_points_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ella_cuda.laplace.leave_one_out.CALIBRATION_POINTS", 11)
-    monkeypatch.setattr("ella_cuda.laplace.leave_one_out.PIECE", 2)
+    monkeypatch.setattr("ella_cuda.laplace.leave_one_out.PIECES", (2, 3))
     la, (x, y) = fitted(FullLaplace), data()
     found = la.calibrate([(x[:8], y[:8]), (x[8:], y[8:])], tolerance=0.02)
     some, all_points = ([value <= 0.02 for value in excesses(la, x[:n], y[:n])].index(True) for n in (11, N))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.laplace.likelihoods import softmax_probabilities
-from ella_cuda.laplace.predictive import _Moments
+from ella_cuda.laplace.posterior import Eigenbasis
+from ella_cuda.laplace.predictive import _Moments, predictions_at
 from python_tests.laplace.checks import Function, randomised
 from python_tests.laplace.jacobians import NETWORKS, OwnTanh, dense_jacobians, network
 from python_tests.ops.checks import Largest
@@ -631,3 +632,19 @@ def test_many_outputs_need_no_jacobian() -> None:
     torch.testing.assert_close(la(x).sum(1), torch.ones(16))
     samples = la(x, link_approx="mc", n_samples=2)
     torch.testing.assert_close(samples.sum(1), torch.ones(16))
+
+
+@pytest.mark.parametrize("name", ["conv", "factored", "tied", "attention"])
+def test_a_grid_of_precisions_rotates_rows_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    la, x = fitted(name)
+    precisions = torch.tensor([0.2, 3.0, 40.0], dtype=torch.float64)
+    rotating, calls = Eigenbasis.output_rows_in, []
+    monkeypatch.setattr(Eigenbasis, "output_rows_in", lambda *args: calls.append(0) or rotating(*args))
+    found = [spread for _, spread in predictions_at(la, precisions, x, "glm", "probit", 1)]
+    of_grid = len(calls)
+    for one, precision in zip(found, precisions, strict=True):
+        la.prior_precision, calls[:] = precision, []
+        variances = dense_covariance(la, x).diagonal().view_as(one)
+        torch.testing.assert_close(one, variances, rtol=1e-9, atol=1e-12)
+        assert torch.equal(la(x, diagonal_output=True)[1], one)
+        assert len(calls) == of_grid > 0

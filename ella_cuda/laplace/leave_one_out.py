@@ -14,6 +14,7 @@ from torch.utils.data import RandomSampler
 from tqdm import tqdm
 
 from ella_cuda.laplace.batches import Inputs, data_points, pair_on, take
+from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.evidence import data_weight
 from ella_cuda.laplace.likelihoods import DIAGONAL, by_position, gaussian_outputs
 from ella_cuda.laplace.posterior import Posterior
@@ -321,10 +322,15 @@ def left_out(
     if not count:
         raise ValueError(f"{where}: the loader gave no data; pass a re-iterable loader such as a DataLoader.")
     if whole and count == la.n_data and (statistic - la.statistic).abs() > APART * (1 + la.statistic.abs()):
+        remedy = "pass the fit's data without random augmentation"
+        if augment_of(la.model) is not None and la.fitted_model.draws is None:
+            remedy = (
+                "the model's augmentation draws other copies in every pass (sampling='independent'); fit in the context "
+                "augment.held(), or with another sampling"
+            )
         warnings.warn(
             f"{where}: the loader's data are as many as the fit's but have another log likelihood ({statistic.item():.6g}, not "
-            f"{la.statistic.item():.6g}, up to a normaliser), so that it is not they that are left out; pass the fit's data without "
-            "random augmentation.",
+            f"{la.statistic.item():.6g}, up to a normaliser), so that it is not they that are left out; {remedy}.",
             stacklevel=7,
         )
 

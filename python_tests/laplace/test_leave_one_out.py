@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace
 from python_tests.laplace.checks import drawn, randomised, sequences
@@ -313,7 +314,7 @@ def test_wrong_data_are_told() -> None:
         la.leave_one_out([])
     with pytest.raises(ValueError, match="a target for each data point, got 9 for 10"):
         la.leave_one_out([(loader[0][0], loader[0][1][:9])])
-    with pytest.warns(UserWarning, match="have another log likelihood"):
+    with pytest.warns(UserWarning, match="have another log likelihood.*without random augmentation"):
         la.leave_one_out([(2 * x, y) for x, y in loader])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -325,6 +326,20 @@ def test_wrong_data_are_told() -> None:
     la.model[0].weight.data[0, 0] = math.nan
     with pytest.raises(RuntimeError, match="changed since the fit"):
         la.leave_one_out()
+
+
+@pytest.mark.filterwarnings("error")
+def test_copies_of_independent_draws_are_told() -> None:
+    torch.manual_seed(0)
+    augment = AffineAugment(2, init=0.5, sampling="independent", dtype=torch.float64)
+    network = randomised(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)))
+    la = KronLaplace(AveragedFunction(network, augment), prior_precision=30.0)
+    loader = [(drawn(N, 1, 4, 4), torch.arange(N) % 3)]
+    with pytest.warns(UserWarning, match=r"another log likelihood.* draws other copies .*augment\.held\(\), or with"):
+        la.fit(loader).leave_one_out()
+    with augment.held():
+        la.fit(loader)
+    la.leave_one_out()
 
 
 # prior precisions ------------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ from ella_cuda.laplace.leave_one_out import (
     Prediction,
     best_of,
     calibrate,
+    calibrate_by_folds,
     influence,
     leave_one_out,
     shuffles,
@@ -925,7 +926,12 @@ class BaseLaplace(Predictive):
         )
 
     def calibrate(
-        self, loader: Iterable[Any] | None = None, tolerance: float = 0.01, progress_bar: bool = False
+        self,
+        loader: Iterable[Any] | None = None,
+        tolerance: float = 0.01,
+        progress_bar: bool = False,
+        *,
+        folds: Sequence[tuple[BaseLaplace, Iterable[Any]]] | None = None,
     ) -> Tensor:
         r"""Choose ``predictive_prior_precision``: the widest posterior that predicts the training data, each point left out, about as well as
         the network alone.
@@ -936,24 +942,45 @@ class BaseLaplace(Predictive):
         put too much variance at the training data; they stay ``prior_precision``. A regression is left with next to no variance away from
         its data, too, unless data points are many more than effective parameters. One pass through the network for the whole grid.
 
+        A network that has learned its data by heart is as sure of them without one of them, so that leaving one out in closed form does not
+        tell that the network is too sure. Networks trained on parts of the data do: with ``folds`` the factor is that with the largest log
+        density of the data which these have not seen, under ``prior_precision`` times it. Two halves cost one training more.
+
         Args:
             loader: of the fit's data, as for :meth:`leave_one_out`; None is what the fit got. The first
                 :data:`~ella_cuda.laplace.leave_one_out.CALIBRATION_POINTS` (500) data points are used.
             tolerance: nats per data point, positive.
             progress_bar: show one.
+            folds: in place of ``loader`` and ``tolerance``: approximations of the same kind of network, each fitted to a part of the data
+                that the network was trained on, with a loader of the other part.
 
         Returns:
             ``predictive_prior_precision``: one value per parameter tensor. Call again after another ``sigma_noise`` or ``temperature``.
 
         Raises:
-            As :meth:`leave_one_out`; nothing is changed then.
+            As :meth:`leave_one_out`; nothing is changed then. ValueError: a fold is of other parameters, or another likelihood.
 
         Warns:
             UserWarning: under no factor is the NLL within the tolerance; the largest is taken.
         """
-        tolerance = positive_number("tolerance", tolerance)
-        loader = self._training_loader(loader, "calibrate: loader")
-        self.predictive_prior_precision = calibrate(self, loader, tolerance, progress_bar)
+        if folds is None:
+            tolerance = positive_number("tolerance", tolerance)
+            loader = self._training_loader(loader, "calibrate: loader")
+            self.predictive_prior_precision = calibrate(self, loader, tolerance, progress_bar)
+            return self.predictive_prior_precision
+        if loader is not None:
+            raise ValueError("calibrate: folds have loaders of their own; pass loader or folds, not both.")
+        if not folds:
+            raise ValueError("calibrate: folds must be pairs of an approximation and a loader, got none.")
+        for number, (other, held_out) in enumerate(folds):
+            require_loader(held_out, f"calibrate: the loader of folds[{number}]")
+            for name in ("parameter_names", "likelihood_function", "n_outputs"):
+                ours, theirs = (repr(getattr(la, name, None)) for la in (self, other))
+                if ours != theirs:
+                    raise ValueError(
+                        f"calibrate: folds[{number}] must have {name} of {ours}, got {theirs}; fit it to a network of the same kind."
+                    )
+        self.predictive_prior_precision = calibrate_by_folds(self, folds, progress_bar)
         return self.predictive_prior_precision
 
     def uncertainty(

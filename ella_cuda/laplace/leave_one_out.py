@@ -252,6 +252,30 @@ def calibrate(la: Predictive, loader: Iterable[Any], tolerance: float, progress_
     return now * FACTORS[fits.index(True)]
 
 
+@running_the_model
+@torch.no_grad()
+def calibrate_by_folds(la: Predictive, folds: Sequence[tuple[Predictive, Iterable[Any]]], progress_bar: bool) -> Tensor:
+    """The precisions of predictions; see :meth:`ella_cuda.laplace.KronLaplace.calibrate`."""
+    now, totals = la.prior_precision.detach(), data_weight(la).new_zeros(len(FACTORS))
+    for number, (other, loader) in enumerate(folds):
+        where, weight = f"calibrate: folds[{number}]", data_weight(other)
+        other.fitted_model.require_unchanged()
+        posteriors = [other._posterior(now * factor, weight) for factor in FACTORS]
+        count = 0
+        for batch in tqdm(loader, desc=f"fold {number + 1} of {len(folds)}", disable=not progress_bar, leave=False):
+            x, y = pair_on(batch, other.fitted_model.device, where, other.fitted_model.keys)
+            for place, which, _, mean, covariance in _moments(other, posteriors, x, y, Prediction(), where):
+                totals[place] += _log_density(other, mean.double(), covariance.double(), y[which], Prediction()).sum()
+            count += len(y)
+        if not count:
+            raise ValueError(f"{where}: the loader gave no data; pass a re-iterable loader such as a DataLoader.")
+    if not totals.isfinite().any():
+        raise FloatingPointError(
+            "calibrate: no precision gives the folds' targets a finite log density; check the data."
+        )
+    return now * FACTORS[int(totals.where(totals.isfinite(), -math.inf).argmax())]
+
+
 def _first(la: Predictive, loader: Iterable[Any], where: str) -> Iterator[tuple[Inputs, Tensor]]:
     """The loader's first :data:`CALIBRATION_POINTS` data points, :data:`PIECES` at a time."""
     room, piece = CALIBRATION_POINTS, PIECES[0]
@@ -302,23 +326,11 @@ def left_out(
             raise ValueError(
                 f"{where}: the loader must yield data of the fit, which had {la.n_data} data points, and yields more; pass the fit's loader."
             )
-        begin = 0
-        while begin < len(y):
-            places = [place for place in range(len(posteriors)) if place not in failed]
-            points, together = room(la, len(places), where)
-            which = slice(begin, begin + points)
-            for first in range(0, len(places), together):
-                some = places[first : first + together]
-                under = [posteriors[place] for place in some]
-                outputs, covariances = la._moments_under(la.fitted_model.inputs(take(x, which)), under)
-                likelihood = la.likelihood_function
-                mean = outputs + la._shift(take(x, which), how.mean)
-                with without_autocast(mean.device.type):
-                    likelihood.check(mean, y[which])
-                    statistic += 0 if first else likelihood.statistic(outputs, y[which])
-                for place, covariance in zip(some, covariances, strict=True):
-                    yield place, mean.double(), y[which], _without(la, mean, covariance, y[which], begin)
-            begin += points
+        seen = -1
+        for place, which, outputs, mean, covariance in _moments(la, posteriors, x, y, how, where, failed):
+            if which.start != seen:
+                statistic, seen = statistic + la.likelihood_function.statistic(outputs, y[which]), which.start
+            yield place, mean.double(), y[which], _without(la, mean, covariance, y[which], which.start)
     if not count:
         raise ValueError(f"{where}: the loader gave no data; pass a re-iterable loader such as a DataLoader.")
     if whole and count == la.n_data and (statistic - la.statistic).abs() > APART * (1 + la.statistic.abs()):
@@ -333,6 +345,33 @@ def left_out(
             f"{la.statistic.item():.6g}, up to a normaliser), so that it is not they that are left out; {remedy}.",
             stacklevel=7,
         )
+
+
+def _moments(
+    la: Predictive,
+    posteriors: Sequence[Posterior],
+    x: Inputs,
+    y: Tensor,
+    how: Prediction,
+    where: str,
+    failed: Collection[int] = (),
+) -> Iterator[tuple[int, slice, Tensor, Tensor, Tensor]]:
+    """The posterior's place, some of a batch's data points, their outputs, means and covariances; see :func:`left_out`."""
+    begin = 0
+    while begin < len(y):
+        places = [place for place in range(len(posteriors)) if place not in failed]
+        points, together = room(la, len(places), where)
+        which = slice(begin, begin + points)
+        for first in range(0, len(places), together):
+            some = places[first : first + together]
+            under = [posteriors[place] for place in some]
+            outputs, covariances = la._moments_under(la.fitted_model.inputs(take(x, which)), under)
+            mean = outputs + la._shift(take(x, which), how.mean)
+            with without_autocast(mean.device.type):
+                la.likelihood_function.check(mean, y[which])
+            for place, covariance in zip(some, covariances, strict=True):
+                yield place, which, outputs, mean, covariance
+        begin += points
 
 
 def room(la: Predictive, count: int, where: str) -> tuple[int, int]:

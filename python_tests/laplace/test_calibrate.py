@@ -77,6 +77,47 @@ def test_the_widest_posterior_within_the_tolerance_is_chosen(tolerance: float) -
     assert la.predictive_prior_precision is found
 
 
+@pytest.mark.parametrize("kind", [KronLaplace, FullLaplace])
+def test_folds_choose_by_data_that_they_have_not_seen(kind: Any) -> None:
+    """The precisions of the network that is calibrated, the posteriors and the data of the others, by their calls."""
+    x, folds, totals = drawn(60, 3, seed=1), [], torch.zeros(29, dtype=torch.float64)
+    y = (3 * network()(x) + 2 * drawn(60, 3, seed=2)).argmax(1)
+    for seen in (slice(30), slice(30, 60)):
+        unseen = slice(30, 60) if seen.start is None else slice(30)
+        other = kind(network(), prior_precision=7.0)
+        with torch.no_grad():
+            for parameter in other.model.parameters():
+                parameter.mul_(4)  # too sure
+        other.fit([(x[seen], y[seen])])
+        folds.append((other, DataLoader(TensorDataset(x[unseen], y[unseen]), 7)))
+        again = kind(other.model).fit([(x[seen], y[seen])])
+        for k in range(29):
+            again.prior_precision = 0.01 * 10 ** (k / 4)
+            totals[k] += again(x[unseen]).log()[torch.arange(30), y[unseen]].sum()
+    la = kind(network(), prior_precision=0.01).fit([(x, y)])
+    chosen = int(totals.argmax())
+    assert 0 < chosen < 28
+    torch.testing.assert_close(la.calibrate(folds=folds), la.prior_precision * 10 ** (chosen / 4))
+    assert [(other.predictive_prior_precision, float(other.prior_precision[0])) for other, _ in folds] == [
+        (None, 7.0)
+    ] * 2
+
+
+def test_folds_of_something_else_are_refused() -> None:
+    la, loader = fitted(), [data()]
+    for folds, message in [
+        ([(KronLaplace(network(), "regression").fit([data()[:1] * 2]), loader)], "likelihood"),
+        ([(KronLaplace(network(4)).fit([data()]), loader)], "n_outputs"),
+        ([(la, [])], "no data"),
+        ([], "got none"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            la.calibrate(folds=folds)
+    with pytest.raises(ValueError, match="not both"):
+        la.calibrate(loader, folds=[(la, loader)])
+    assert la.predictive_prior_precision is None
+
+
 def test_a_posterior_that_leaves_a_point_undefined_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of one data point: an undefined one comes after others that are not."""
     monkeypatch.setattr("ella_cuda.laplace.leave_one_out.PIECES", (1, 1))

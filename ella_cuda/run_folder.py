@@ -24,6 +24,8 @@ CHECKPOINT_FILE = "checkpoint.pt"
 DIARY_FILE = "progress.json"  # what it has done so far
 HISTORY_FILE = "history.json"  # of a finished run
 SAMPLES_FILE = "samples.json"  # of a finished run that learned an augmentation
+PREDICTIONS_FILE = "predictions.json"  # of a finished run on images of one's own
+LAPLACE_FILE = "laplace.pt"  # its approximation
 NETWORK = "network."  # what begins the names of a network's tensors where it is averaged over copies
 
 UNSEALED = ("seconds",)  # of rows and diaries: what their digests do not cover, since sessions differ in it
@@ -162,6 +164,17 @@ def write_samples(run_dir: Path, run: str, images: Sequence[Any], draws: Sequenc
 def read_samples(run_dir: Path) -> dict[str, Any]:
     """What :func:`write_samples` kept: ``images`` and ``draws``; raises as :func:`read_diary` does."""
     return _read_of_run(run_dir, SAMPLES_FILE, "delete it, and the run's row in summary.json, to have it made anew")
+
+
+def write_predictions(run_dir: Path, predictions: Mapping[str, Any]) -> None:
+    """Keep what a run, named in the entry ``run``, predicts of the images that it is evaluated on: ``evaluated_on``, ``class_names`` and, an
+    entry for each image, ``names``, ``labels``, ``probabilities`` of each class."""
+    _write_of_run(run_dir, PREDICTIONS_FILE, predictions)
+
+
+def read_predictions(run_dir: Path) -> dict[str, Any]:
+    """What :func:`write_predictions` kept; raises as :func:`read_diary` does."""
+    return _read_of_run(run_dir, PREDICTIONS_FILE, "do that run again in another folder")
 
 
 def of_network(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_all_rows_of_a_table_share_the_recipe():
     for layer in ("fc", "conv", "f_fc+conv"):
         for objective in ("map", "evidence"):
             config = dataclasses.asdict(configure("digits", "digit", layer, objective))
-            axes = {"task": "digit", "layer": layer, "objective": objective, "learn": "", "seed": 0}
+            axes = {"task": "digit", "layer": layer, "model": "", "objective": objective, "learn": "", "seed": 0}
             assert config == common | axes | {"fan_in_limit": 64 if layer == "fc" else 256}
 
 

@@ -23,7 +23,8 @@ from ella_cuda.data import SOURCES, TASKS
 from ella_cuda.distributed import Ranks
 from ella_cuda.experiments import DENSE_PATH, RunConfig
 from ella_cuda.experiments.declaring import settings_of
-from ella_cuda.experiments.hyperparameters import ROTATED, AmountsConfig
+from ella_cuda.experiments.hyperparameters import FOLDER, RECIPES, ROTATED, AmountsConfig, recipe_of
+from ella_cuda.experiments.networks import runs_code
 from ella_cuda.files import write_file
 from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, layer_title, network_title, number
 from ella_cuda.training.learners import WORDS
@@ -44,8 +45,9 @@ def flag(name: str) -> str:
 def add_attributes(command: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """The options that are settings of runs, but for those named, and below all options the recipes of their defaults."""
     known = {n: one for n, one in settings_of(RunConfig).items() if one.option and n not in without}
+    recipes = RECIPES if "data" in known else tuple(SOURCES)
     for name, one in known.items():
-        values = dict.fromkeys(one.in_recipe(data) for data in SOURCES)
+        values = dict.fromkeys(one.in_recipe(data) for data in recipes)
         default = "by --data" if len(values) > 1 else "-" if one.several else _cell(*values)
         words: dict[str, Any] = {"choices": [choice or NOTHING for choice in one.choices]}
         if not one.choices:
@@ -58,7 +60,7 @@ def add_attributes(command: argparse.ArgumentParser, without: Collection[str] = 
             help=one.help + ("" if default == "-" else f" ({default})"),
         )
     command.formatter_class = _KeepTables
-    command.epilog = "defaults by --data:\n" + _recipe_table(known)
+    command.epilog = "defaults by --data:\n" + _recipe_table(known, recipes)
 
 
 class _KeepTables(argparse.HelpFormatter):
@@ -75,15 +77,15 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value) or NOTHING
 
 
-def _recipe_table(names: Collection[str]) -> str:
+def _recipe_table(names: Collection[str], of: Sequence[str]) -> str:
     """The settings of those names in which recipes differ, as options: a column for each recipe, headed by its data sets."""
     rows = [
-        (name, layer, [_cell(one.in_recipe(data, layer)) for data in SOURCES])
+        (name, layer, [_cell(one.in_recipe(data, layer)) for data in of])
         for name, one in settings_of(RunConfig).items()
         for layer in ("", *one.by_layer)
     ]
     recipes: dict[tuple[str, ...], list[str]] = {}
-    for i, data in enumerate(SOURCES):
+    for i, data in enumerate(of):
         recipes.setdefault(tuple(cells[i] for *_, cells in rows), []).append(data)
     lines = [["", *map(", ".join, recipes.values())]]
     for (name, layer, cells), *shown_cells in zip(rows, *recipes, strict=True):
@@ -254,6 +256,12 @@ def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
             for path in dict.fromkeys(one.path for one in known.values() if one.path)
         ),
         (["ood_size"], any(c.ood for c in configs), "the data that --ood names; there are none"),
+        (
+            ["split", "unreadable"],
+            any(recipe_of(c.data) == FOLDER for c in configs),
+            "images of one's own; the data set has a split of its own",
+        ),
+        (["weights"], any(c.model for c in configs), "networks that --model names; there are none"),
     ]
     for names, there, what in needs:
         if not there and (given := [flag(name) for name in names if name in options]):
@@ -276,6 +284,11 @@ def resumed(command: str, out_dir: Path, given: dict[str, Any]) -> tuple[list[Ru
             f"{out_dir} was started by `ella-cuda {starter}`; go on with: ella-cuda {starter} --resume {out_dir}"
         )
     require_same(out_dir, given, options)
+    if named := sorted({c.model for c in configs if runs_code(c.model)} - {*given.get("model", ())}):
+        raise UsageError(
+            f"{out_dir} has networks whose code is run: name them by --model {shown(options.get('model'))}, if you trust "
+            f"{' and '.join(named)}."
+        )
     experiments.resolve_device(configs[0].device)
     return configs, options
 
@@ -295,6 +308,8 @@ def require_same(out_dir: Path, given: dict[str, Any], options: dict[str, Any]) 
 def go_on_with(command: str, args: argparse.Namespace, out_dir: Path) -> str:
     """What an interruption says of how to go on."""
     where = f" --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
+    named = getattr(args, "model", None) or []
+    where += f" --model {shlex.join(named)}" if any(map(runs_code, named)) else ""
     return f"go on with: ella-cuda {command} --resume {shlex.quote(str(out_dir))}{where}"
 
 

@@ -24,7 +24,7 @@ from ella_cuda.cli.grid import (
 from ella_cuda.data import SOURCES, load
 from ella_cuda.experiments import RunConfig
 from ella_cuda.experiments.declaring import settings_of
-from ella_cuda.experiments.hyperparameters import AmountsConfig, GridConfig
+from ella_cuda.experiments.hyperparameters import AmountsConfig, GridConfig, StartConfig
 from ella_cuda.papers.equivariances import TABLES, plan_table, read_comparison, save_comparison
 
 
@@ -57,7 +57,10 @@ def add_reproduce(commands: Any) -> None:
     studies.add_options(reproduce)
     add_attributes(
         reproduce,
-        without=(*settings_of(GridConfig), *settings_of(AmountsConfig), "train_size", "holdout", "group", "group_conv"),
+        without=(
+            *(name for part in (GridConfig, AmountsConfig, StartConfig) for name in settings_of(part)),
+            *("train_size", "holdout", "image_size", "split", "group", "group_conv"),
+        ),
     )
     widths = ", ".join(f"{table.name}: {table.width}" for table in TABLES.values() if table.width)
     reproduce.epilog += f"\nwidth whatever the data: {widths}"

@@ -27,9 +27,9 @@ from ella_cuda.cli.grid import (
     shown,
     wrong_attributes,
 )
-from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
+from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe, require_data
 from ella_cuda.experiments.declaring import settings_of
-from ella_cuda.experiments.hyperparameters import ROTATED, can_learn
+from ella_cuda.experiments.hyperparameters import FOLDER, ROTATED, as_data, can_learn, data_title, recipe_of
 from ella_cuda.reports import layer_table
 from ella_cuda.reports.results import learned, run_tables
 from ella_cuda.reports.text import layer_title
@@ -43,7 +43,16 @@ def add_train(commands: Any) -> None:
         help="train networks and learn their layers' symmetries",
         description="Train networks by MAP and by the marginal likelihood, and print accuracy, NLL, -log q/N and every "
         "layer's learned type. Without options: the two quadrant tasks on scikit-learn's digits. Numbers not given are "
-        "the data set's recipe's.",
+        "the data set's recipe's. Images of one's own train torchvision's resnet18 on all that no test part needs; the evidence of these "
+        "learns weight decay, a prior precision of every tensor.",
+    )
+    train.add_argument("path", nargs="?", type=as_data, metavar="PATH", help="short for --data PATH")
+    train.add_argument(
+        "--skip-unreadable",
+        dest="unreadable",
+        action="store_const",
+        const="skip",
+        help="leave out images of one's own that cannot be read, and name them (else they are an error)",
     )
     add_attributes(train)
     add_spread(train)
@@ -53,17 +62,31 @@ def add_train(commands: Any) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     given = given_options(args)
+    if (path := given.pop("path", None)) is not None and given.setdefault("data", path) != path:
+        raise UsageError(f"PATH {path} and --data {given['data']} name two data sets; leave one out.")
     if "resume" in given:
         configs, options = resumed("train", Path(args.resume), given)
     else:
-        configs, options = _grid(given)
+        configs, options = grid(given)
     with processes(args, configs[0].device) as ranks:
-        out_dir = shared_folder(args, configs, configs[0].data, ranks)
+        if ranks.is_first:
+            say_data(args, configs)
+        out_dir = shared_folder(args, configs, data_title(configs[0].data), ranks)
         with failure_noted(out_dir, ranks):
             rows = do_runs("train", args, configs, options, out_dir, ranks=ranks)
     if ranks.is_first:
         _show(rows, configs, options, out_dir)
     return DONE
+
+
+def say_data(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
+    """Print what is to be known of images of one's own before training, and raise what runs on them would raise."""
+    found = None
+    for config in {c.model: c for c in configs}.values():
+        if recipe_of(config.data) == FOLDER:
+            found = require_data(config, args.data_dir, bool(args.download))
+    if found is not None:
+        print(f"{configs[0].data}:\n" + "\n".join(f"  {note}" for note in found.notes), flush=True)
 
 
 def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dict[str, Any], out_dir: Path) -> None:
@@ -83,7 +106,7 @@ def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dic
 
 
 def _left_out(configs: Sequence[RunConfig], options: dict[str, Any]) -> list[str]:
-    """The layers whose evidence the options name, and :func:`_grid` leaves out."""
+    """The layers whose evidence the options name, and :func:`grid` leaves out."""
     run = {c.layer for c in configs if c.objective == "evidence"}
     asked = (
         options.get("layer", []) if "evidence" in options.get("objective", []) else []
@@ -91,22 +114,30 @@ def _left_out(configs: Sequence[RunConfig], options: dict[str, Any]) -> list[str
     return [layer for layer in asked if layer not in run]
 
 
-def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
+def grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
     """The runs that the options ask for, and the options completed by the defaults that chose them."""
     data = given.get("data", settings_of(RunConfig)["data"].recipe)
-    usual = recipe(data)
-    if given.get("all"):
+    try:
+        usual = recipe(data)
+    except ValueError as error:
+        raise wrong_attributes(error, given) from error
+    if given.get("all") and usual["layer"] != ("",):
         usual["layer"] = (DENSE_PATH, *usual["layer"])
-    axes = {k: list(dict.fromkeys(given.get(k, usual[k]))) for k in ("task", "layer", "learn")}
+    for one, other in (("layer", "model"), ("model", "layer")):
+        if one in given and other not in given:
+            usual[other] = ("",)
+    axes = {k: list(dict.fromkeys(given.get(k, usual[k]))) for k in ("task", "layer", "model", "learn")}
+    axes |= {k: [name for name in axes[k] if name] for k in ("layer", "model")}
+    networks = [*((layer, "") for layer in axes["layer"]), *(("", model) for model in axes["model"])]
     axes["learn"] = [learn or NOTHING for learn in axes["learn"]]
-    axes["objective"] = [o for o in OBJECTIVES if o in given.get("objective", OBJECTIVES)]
+    axes["objective"] = [o for o in OBJECTIVES if o in given.get("objective", usual["objective"])]
     options = {**grid_options(given), "data": data, **axes}
     dense_too = options["all"] or "objective" in given
     configs: list[RunConfig] = []
     lacking = [word for word in options["learn"] if word != NOTHING]
     try:
-        for seed, task, objective, layer in itertools.product(
-            *(options[k] for k in ("seed", "task", "objective", "layer"))
+        for seed, task, objective, (layer, model) in itertools.product(
+            *(options[k] for k in ("seed", "task", "objective")), networks
         ):
             paths = set(layer.split("+"))
             if objective == "evidence" and DENSE_PATH in paths and not dense_too:
@@ -114,7 +145,10 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
             for learn in _learned_by(options["learn"], objective, paths):
                 word = "" if learn == NOTHING else learn
                 lacking = [other for other in lacking if other != learn]
-                configs.append(configure(data, task, layer, objective, seed, learn=word, **attributes(options)))
+                own = {"learn": word, "model": model, **attributes(options)}
+                if not model:
+                    own.pop("weights", None)
+                configs.append(configure(data, task, layer, objective, seed, **own))
     except ValueError as error:
         raise wrong_attributes(error, given) from error
     if lacking:

@@ -3,6 +3,7 @@
 from ella_cuda.data.augment import AUGMENTATIONS, FlipsShifts
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import stratified_order
+from ella_cuda.data.labelled import folder
 from ella_cuda.data.loader import TensorLoader
 from ella_cuda.data.preprocess import black_as_zero, holdout, normalize, normalized_as, resize, subsample
 from ella_cuda.data.sources import SOURCES, load
@@ -17,6 +18,7 @@ __all__ = [
     "FlipsShifts",
     "TensorLoader",
     "black_as_zero",
+    "folder",
     "holdout",
     "load",
     "make_task",

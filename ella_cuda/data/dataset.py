@@ -24,6 +24,9 @@ class Dataset:
         test_ids: ``(M,)`` int64, disjoint from ``train_ids``.
         black: ``(C,)`` float32, the value of a pixel that was 0 when loaded: 0 until the images are normalised.
         white: ``(C,)`` float32, that of a pixel that was 1.
+        class_names: K names; empty where classes have numbers alone.
+        names: of the images as published, by id: file names; empty where they have none.
+        notes: what a person should know of the data before training, a line each.
         digest: tells what the images and labels were made from apart from other data, where somebody took it.
 
     Raises:
@@ -41,6 +44,9 @@ class Dataset:
     black: Tensor = field(default=None)  # type: ignore[assignment]
     white: Tensor = field(default=None)  # type: ignore[assignment]
     digest: str | None = None
+    class_names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.train_images)

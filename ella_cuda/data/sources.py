@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ella_cuda.data import labelled
 from ella_cuda.data.checksums import PUBLISHED, compare, md5
 from ella_cuda.data.cifar import parse_cifar_batch, read_archive
 from ella_cuda.data.dataset import Dataset
@@ -23,11 +24,11 @@ IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-
 
 
 def load(name: str, root: str | os.PathLike[str] | None = None, download: bool = False) -> Dataset:
-    """Load a data set by name.
+    """Load a data set by name, or from a path, see :func:`ella_cuda.data.folder`.
 
     Args:
         name: ``digits`` (the 1797 8x8 images that ship with scikit-learn, split 1437/360 once and for all, classes in
-            proportion), ``mnist``, ``fashion-mnist``, ``cifar10`` or ``cifar100``.
+            proportion), ``mnist``, ``fashion-mnist``, ``cifar10`` or ``cifar100``; or a path, which has a separator or is there.
         root: the folder with the data, laid out as torchvision does (``root/MNIST/raw``, ``root/FashionMNIST/raw``,
             ``root/cifar-10-batches-py``, ``root/cifar-100-python``), or holding an IDX data set's four files itself,
             plain or ``.gz``, or CIFAR's archive as published (``root/cifar-10-python.tar.gz``,
@@ -48,8 +49,15 @@ def load(name: str, root: str | os.PathLike[str] | None = None, download: bool =
         RuntimeError: a download failed.
     """
     if name not in SOURCES:
-        raise ValueError(f"name must be one of {', '.join(SOURCES)}, got {name!r}.")
+        if is_path(name):
+            return labelled.folder(name)
+        raise ValueError(f"name must be one of {', '.join(SOURCES)}, or a path that is there; got {name!r}.")
     return SOURCES[name](DEFAULT_ROOT if root is None else Path(root), download)
+
+
+def is_path(name: str) -> bool:
+    """Whether that is a path and not a data set's name: it has a separator or is there."""
+    return name not in SOURCES and bool(name) and (os.sep in name or "/" in name or os.path.lexists(name))
 
 
 def _tensors(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray], num_classes: int) -> Dataset:

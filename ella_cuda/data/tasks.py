@@ -92,7 +92,10 @@ def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) 
         made[f"{part}_images"] = chosen.transform(images, ids, image_size, seed)
         made[f"{part}_labels"] = labels + classes * _quadrants(ids, seed).to(labels) if chosen.positional else labels
         made[f"{part}_ids"] = ids
-    return Dataset(**made, num_classes=classes * (QUADRANTS if chosen.positional else 1))
+    known = {name: getattr(dataset, name) for name in ("names", "notes")}
+    if chosen.positional:
+        return Dataset(**made, **known, num_classes=classes * QUADRANTS)
+    return Dataset(**made, **known, num_classes=classes, class_names=dataset.class_names)
 
 
 def _plain(images: Tensor, ids: Tensor, size: int, seed: int) -> Tensor:

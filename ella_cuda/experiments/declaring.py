@@ -30,6 +30,7 @@ class Setting:
         read: makes the one value out of several that mean the same; called with a str.
         several: of a str: whether it is several words, joined by "+" in any order.
         axis: whether it is what the runs of a grid differ in. option: whether the command line has an option of its name.
+        title: how names and rows say a value; None as it is.
         path: the path without which it means nothing.
         named: its part of a run's name, a format of the value; "" for none, "{}" for axes. named_with: the path without which it has
             none.
@@ -51,9 +52,14 @@ class Setting:
     several: bool = False
     axis: bool = False
     option: bool = True
+    title: Callable[[Any], Any] | None = None
     path: str = ""
     named: str = ""
     named_with: str = ""
+
+    def titled(self, value: Any) -> Any:
+        """The value as names and rows say it."""
+        return value if self.title is None else self.title(value)
 
     def in_recipe(self, data: str, layer: str = "") -> Any:
         """What the data set's recipe says for networks of that layer."""

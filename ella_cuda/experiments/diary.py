@@ -41,11 +41,11 @@ class Diary:
     Args:
         folder: the run's.
         config: the run.
-        network: its network's numbers that follow from the data, see :func:`build_network`.
+        network: what predictions need to know of the data, the numbers of :func:`build_network` among it.
         model: the network, with its anchors where they start; a resumed run draws the same ones.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, network: dict[str, int], model: nn.Module) -> None:
+    def __init__(self, folder: Path, config: RunConfig, network: dict[str, Any], model: nn.Module) -> None:
         self.folder, self.start = folder, time.monotonic()
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
         self.bases = {n: m for n, m in model.named_modules() if isinstance(m, SpatialBasis)}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import re
 from collections.abc import Collection
 from typing import Any
 
 from ella_cuda.augment import GENERATORS
 from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
+from ella_cuda.data.labelled import IMAGE_SIZE, SPLIT
+from ella_cuda.data.sources import is_path
 from ella_cuda.experiments.declaring import setting, settings_of
 from ella_cuda.groups import GROUPS
 from ella_cuda.laplace.kron import FISHERS
@@ -38,6 +42,43 @@ MIN_HOLDOUT = 1e-6  # of the images of any data set here, less than one
 ROTATED = "rotated"  # in place of other data: the images that a network is evaluated on, turned
 # Data sets that have most of their recipe in common.
 MNIST, CIFAR = ("mnist", "fashion-mnist"), ("cifar10", "cifar100")
+FOLDER = "folder"  # stands for all images of one's own among the recipes
+RECIPES = (*SOURCES, FOLDER)
+UNREADABLE = ("error", "skip")
+
+
+def as_data(value: str) -> str:
+    """The name of a data set, or the absolute path of images."""
+    return os.path.abspath(value) if is_path(value) else value
+
+
+def recipe_of(data: str) -> str:
+    """Which of :data:`RECIPES` a run of the data follows."""
+    return FOLDER if os.path.isabs(data) else data
+
+
+def data_title(data: str) -> str:
+    """A data set's name; of a path its last part, in letters, digits, ``-``, ``_`` and ``.``, at most 40."""
+    if recipe_of(data) != FOLDER:
+        return data
+    return re.sub(r"[^\w.-]+", "_", os.path.basename(data)).strip("._")[:40] or FOLDER
+
+
+def _check_data(name: str, value: str) -> None:
+    if value not in SOURCES and not os.path.isabs(value):
+        raise ValueError(
+            f"{name} must be one of {', '.join(SOURCES)}, or the path of a folder, a .npz or a .csv that is there; got {value!r}."
+        )
+
+
+def _check_model(name: str, value: str) -> None:
+    if value and not re.fullmatch(r"[\w.:-]{1,200}", value):
+        raise ValueError(f"{name} must be a network's name, timm:NAME or module:function, got {value!r}.")
+
+
+def as_path(value: str) -> str:
+    """The absolute path of a file; empty for none."""
+    return os.path.abspath(value) if value else ""
 
 
 def as_learn(words: str) -> str:
@@ -51,7 +92,7 @@ def can_learn(words: str, paths: Collection[str]) -> bool:
 
 
 def _check_layer(name: str, value: str) -> None:
-    paths = value.split("+")
+    paths = value.split("+") if value else []
     if not set(paths) <= set(PATHS) or len(set(paths)) != len(paths):
         raise ValueError(f"{name} must be different names out of {', '.join(PATHS)} joined by '+', got {value!r}.")
 
@@ -71,21 +112,45 @@ def _check_ood(name: str, value: str) -> None:
 class GridConfig:
     """What the runs of a grid differ in."""
 
-    data: str = setting(recipe="digits", choices=SOURCES, axis=True, help="data set")
+    data: str = setting(
+        recipe="digits",
+        read=as_data,
+        check=_check_data,
+        axis=True,
+        title=data_title,
+        help=f"data set ({', '.join(SOURCES)}), or images of one's own: a folder with a folder for each class, a .npz or a .csv",
+    )
     task: str = setting(
         recipe=("digit", "quadrant"),
-        by_data={"fashion-mnist": ("plain", "quadrant"), CIFAR: ("plain",)},
+        by_data={"fashion-mnist": ("plain", "quadrant"), (*CIFAR, FOLDER): ("plain",)},
         choices=TASKS,
         axis=True,
         help="; ".join(f"{name}: {task.description}" for name, task in TASKS.items()),
     )
     layer: str = setting(
+        "",
         recipe=("conv", "f_fc+conv"),
+        by_data={FOLDER: ("",)},
         check=_check_layer,
         axis=True,
         help=f"sums of {', '.join(PATHS)}, such as f_fc+conv",
     )
-    objective: str = setting(recipe=OBJECTIVES, choices=OBJECTIVES, axis=True, help="map, evidence or both")
+    model: str = setting(
+        "",
+        recipe=("",),
+        by_data={FOLDER: ("resnet18",)},
+        check=_check_model,
+        axis=True,
+        help="in place of layers, networks of torchvision by name, timm:NAME of timm, or module:function of your own, called with "
+        "in_channels and num_classes",
+    )
+    objective: str = setting(
+        recipe=OBJECTIVES,
+        by_data={FOLDER: ("evidence",)},
+        choices=OBJECTIVES,
+        axis=True,
+        help="map, evidence or both",
+    )
     learn: str = setting(
         "",
         recipe=("",),
@@ -125,7 +190,18 @@ class DataConfig:
         maximum=2**64 - 1,
         help="of what the task draws for each image, the subsample and the hold-out split",
     )
-    image_size: int = setting(32, maximum=1024, option=False, help="height and width of the images, in pixels")
+    image_size: int = setting(
+        32, by_data={FOLDER: IMAGE_SIZE}, maximum=1024, help="height and width of the images, in pixels"
+    )
+    split: float = setting(
+        SPLIT,
+        minimum=0.0,
+        maximum=0.9,
+        help="share of each class of one's own images to evaluate on, where they have no test part; 0 trains on all",
+    )
+    unreadable: str = setting(
+        "error", choices=UNREADABLE, option=False, help="what is done about images that cannot be read"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,14 +249,28 @@ class NetworkConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StartConfig:
+    """Where the weights of a network by name start."""
+
+    weights: str = setting(
+        "",
+        recipe="",
+        read=as_path,
+        help="file of weights, of torch.save or safetensors, where networks of --model start; a last layer of other classes is drawn anew",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Adam's steps on the weights."""
 
     epochs: int = setting(
-        recipe=100, by_data={"digits": 60, MNIST: 12}, maximum=10**6, help="passes over the training data"
+        recipe=100, by_data={"digits": 60, MNIST: 12, FOLDER: 30}, maximum=10**6, help="passes over the training data"
     )
-    batch_size: int = setting(recipe=128, by_data={"digits": 64}, help="images in a minibatch")
-    lr: float = setting(recipe=3e-3, by_data={"digits": 5e-3, CIFAR: 0.01}, help="Adam's learning rate at the start")
+    batch_size: int = setting(recipe=128, by_data={("digits", FOLDER): 64}, help="images in a minibatch")
+    lr: float = setting(
+        recipe=3e-3, by_data={"digits": 5e-3, CIFAR: 0.01, FOLDER: 1e-3}, help="Adam's learning rate at the start"
+    )
     fan_in_limit: int | None = setting(
         None,
         by_data={"digits": 256},
@@ -200,7 +290,7 @@ class OptimizerConfig:
         help="with a cooldown: lr falls at the end only, or also before every evidence step but the first, and starts anew; of MAP too",
     )
     prior_prec_init: float = setting(
-        recipe=0.03, by_data={CIFAR: 1.0}, help="prior precision: MAP's, and evidence's at the start"
+        recipe=0.03, by_data={(*CIFAR, FOLDER): 1.0}, help="prior precision: MAP's, and evidence's at the start"
     )
 
 
@@ -208,7 +298,9 @@ class OptimizerConfig:
 class CurvatureConfig:
     """The curvature: arguments of :class:`ella_cuda.laplace.KronLaplace` and :func:`ella_cuda.marglik_training`."""
 
-    fisher: str = setting("exact", choices=FISHERS, help="curvature: exact GGN or one sampled column")
+    fisher: str = setting(
+        "exact", by_data={FOLDER: "mc"}, choices=FISHERS, help="curvature: exact GGN or one sampled column"
+    )
     resolution: str = setting("shared", choices=RESOLUTIONS, help="output factors of F-FC")
     approximation: str = setting(
         "expand", choices=APPROXIMATIONS, help="curvature of weights that positions share: KFAC-expand or KFAC-reduce"
@@ -308,6 +400,7 @@ class RunConfig(
     LearnersConfig,
     EvidenceConfig,
     OptimizerConfig,
+    StartConfig,
     NetworkConfig,
     DataConfig,
     GridConfig,
@@ -331,6 +424,12 @@ class RunConfig(
     def __post_init__(self) -> None:
         for name, known in settings_of(type(self)).items():
             object.__setattr__(self, name, known.checked(getattr(self, name)))
+        if bool(self.layer) == bool(self.model):
+            raise ValueError(
+                f"one of layer and model must name the network, got layer={self.layer!r} and model={self.model!r}."
+            )
+        if self.weights and not self.model:
+            raise ValueError(f"weights must be of a network of model, got {self.weights!r} and layer={self.layer!r}.")
         if TASKS[self.task].positional and self.augment != "none":
             raise ValueError(
                 f"augment must be none for the task {self.task}, whose labels say where things are; got {self.augment!r}."
@@ -353,7 +452,8 @@ class RunConfig(
         if self.learn and (self.objective != "evidence" or not can_learn(self.learn, self.paths)):
             needed = frozenset().union(*(WORDS[word].paths for word in self.learn.split("+")))
             layer = f" and a layer with a path out of {', '.join(sorted(needed))}" if needed else ""
-            raise ValueError(f"learn={self.learn!r} needs evidence{layer}; got {self.objective} and {self.layer}.")
+            got = f"{self.objective} and {self.layer or self.model}"
+            raise ValueError(f"learn={self.learn!r} needs evidence{layer}; got {got}.")
         if self.objective == "evidence" and self.burn_in >= self.epochs:
             raise ValueError(
                 f"burn_in must be less than epochs for evidence runs, or no evidence step is done; got burn_in "
@@ -413,7 +513,7 @@ class RunConfig(
     def name(self) -> str:
         """The run's name within its grid, and its folder's."""
         parts = (
-            known.named.format(getattr(self, name))
+            known.named.format(known.titled(getattr(self, name)))
             for name, known in settings_of(type(self)).items()
             if {known.path, known.named_with} - {""} <= self.paths
         )
@@ -423,7 +523,7 @@ class RunConfig(
     def described(self) -> dict[str, Any]:
         """What a row says of the run: what its name may have. It is empty without the path that gives it a meaning."""
         return {
-            name: getattr(self, name) if {known.path} - {""} <= self.paths else ""
+            name: known.titled(getattr(self, name)) if {known.path} - {""} <= self.paths else ""
             for name, known in settings_of(type(self)).items()
             if known.named
         }
@@ -436,14 +536,14 @@ def recipe(data: str, layer: str = "") -> dict[str, Any]:
     one was.
 
     Args:
-        data: a name of :data:`ella_cuda.data.SOURCES`.
+        data: a name of :data:`ella_cuda.data.SOURCES`, or a path.
         layer: of the networks, where that makes a difference.
 
     Raises:
         ValueError: an unknown data set.
     """
     known = settings_of(RunConfig)
-    known["data"].checked(data)
+    data = recipe_of(known["data"].checked(data))
     return {name: one.in_recipe(data, layer) for name, one in known.items()}
 
 
@@ -453,6 +553,7 @@ def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, *
     Args:
         data, task, layer, objective, seed: see :class:`RunConfig`.
         **changes: other attributes, in place of the recipe's. Of ``ood``, turned images are left out where labels say where things are.
+            With ``epochs`` too few for the recipe's ``burn_in`` and ``frequency``, these are a third of them at most.
 
     Raises:
         ValueError: what :class:`RunConfig` raises.
@@ -460,6 +561,10 @@ def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, *
     common = {name: value for name, value in recipe(data, layer).items() if not settings_of(RunConfig)[name].axis}
     if "augmentation" in str(changes.get("learn", "")).split("+"):
         common |= {**AUGMENTED, "augment": "none"}
+    epochs = changes.get("epochs", common["epochs"])
+    first = (common["burn_in"] // common["frequency"] + 1) * common["frequency"]
+    if isinstance(epochs, int) and 1 <= epochs <= (first if changes.get("learn") else common["burn_in"]):
+        common |= {"burn_in": epochs // 3, "frequency": min(common["frequency"], max(1, epochs // 3))}
     if task in TASKS and TASKS[task].positional:
         common["augment"] = "none"
         if isinstance(ood := changes.get("ood"), str):

@@ -7,16 +7,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from ella_cuda.augment import AveragedFunction
 from ella_cuda.data import TensorLoader
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
-from ella_cuda.experiments.run import averaged, build_network, own_random_state, prepare_for, same_copies
+from ella_cuda.experiments.networks import build_network, runs_code
+from ella_cuda.experiments.run import averaged, own_random_state, prepare_for, same_copies
 from ella_cuda.files import damaged
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.models import Neyshabur
-from ella_cuda.run_folder import CHECKPOINT_FILE, CONFIG_FILE, DIARY_FILE, SAMPLES_FILE, read_diary, read_samples
+from ella_cuda.run_folder import (
+    CHECKPOINT_FILE,
+    CONFIG_FILE,
+    DIARY_FILE,
+    LAPLACE_FILE,
+    SAMPLES_FILE,
+    read_diary,
+    read_samples,
+)
 from ella_cuda.training.checkpoint import check_entries, load_checkpoint
 from ella_cuda.training.trainer import calibrated
 
@@ -26,10 +34,13 @@ ADVICE = "do the run again"
 class LoadedRun(NamedTuple):
     """What :func:`load_run` gives."""
 
-    model: Neyshabur | AveragedFunction  # in evaluation mode
+    model: nn.Module  # in evaluation mode
     la: KronLaplace  # of the model, with the run's prior precisions; fitted if asked for, at a finished run's copies
     config: RunConfig
     epoch: int  # epochs done: config.epochs in a finished run
+    class_names: tuple[str, ...] = ()  # their numbers where classes have no names
+    black: Tensor | None = None  # (C,): what the network takes for a pixel that is 0; None in runs of earlier versions
+    white: Tensor | None = None  # and for one that is 1
 
 
 def load_run(
@@ -37,23 +48,26 @@ def load_run(
     device: str = "cpu",
     *,
     fit: bool = False,
+    model: str | None = None,
     data_dir: str | None = None,
     download: bool = False,
 ) -> LoadedRun:
     """The network of a run, finished or not, as of its last checkpoint; bases of sparsified layers as they were learned.
 
-    Factors are not kept in a folder: predictions with error bars, the evidence and effective parameters need ``fit=True``, one pass over
-    the run's training data, or ``la.fit`` with those that :func:`prepare_for` gives. Nothing is written, without ``fit`` no data are
-    read, and torch's random generators stay as they are. Loading executes no code from the files.
+    Predictions with error bars, the evidence and effective parameters need ``fit=True``: the factors that finished runs on images of one's
+    own keep are read; other runs take one pass over their training data, as ``la.fit`` does with those that :func:`prepare_for` gives.
+    Nothing is written, without ``fit`` no data are read, and torch's random generators stay as they are. Loading executes no code from the
+    files, and of a network ``module:function`` only code that ``model`` names too.
 
     Args:
         run_dir: the run's own folder, which holds ``checkpoint.pt``: a folder of ``ella-cuda train`` has one for each run.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``, whatever the run was on; ``auto`` is the GPU if there is one.
         fit: fit ``la`` and calibrate it, so that it predicts as at the run's end.
+        model: of a run whose network is ``module:function``, that name.
         data_dir, download: see :func:`ella_cuda.data.load`.
 
     Returns:
-        ``(model, la, config, epoch)``.
+        ``(model, la, config, epoch, class_names, black, white)``.
 
     Raises:
         ValueError: the folder is not that of a run, or has no checkpoint yet, or a file in it is damaged or of another version.
@@ -61,23 +75,28 @@ def load_run(
     """
     run_dir = Path(run_dir)
     target = resolve_device(device)
-    config, network = _described(run_dir)
+    config, network, known = _described(run_dir)
+    if runs_code(config.model) and model != config.model:
+        raise ValueError(
+            f"{run_dir} is of the network {config.model}, whose code is run where it is loaded: name it (model={config.model!r}, or "
+            f"--model {config.model}), if you trust it."
+        )
     path = run_dir / CHECKPOINT_FILE
     with torch.random.fork_rng(devices=[]):
-        model = averaged(config, build_network(config, **network))
+        net = averaged(config, build_network(config, **network))
     try:
-        state = load_checkpoint(path, {}, model)
+        state = load_checkpoint(path, {}, net)
     except FileNotFoundError as error:
         raise ValueError(
             f"{run_dir} has no {CHECKPOINT_FILE}: its run has not come to its first evaluation; go on with it."
         ) from error
     check_entries(path, state)
-    model.load_state_dict(state["model"])
-    model.to(target).eval()
+    net.load_state_dict(state["model"])
+    net.to(target).eval()
     last = state["history"][-1]
     try:
         la = KronLaplace(
-            model,
+            net,
             state["settings"]["likelihood"],
             prior_precision=torch.tensor(last["prior_precision"], dtype=torch.float64),
             sigma_noise=last["sigma_noise"],
@@ -85,19 +104,36 @@ def load_run(
         )
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise damaged(path, error, ADVICE) from error
-    if fit:
+    if fit and not _with_factors(la, run_dir):
         data = prepare_for(config, data_dir, download).to(target)
         draws = None
         if (run_dir / SAMPLES_FILE).exists():
             draws = torch.tensor(read_samples(run_dir)["draws"], device=target)
-        with own_random_state(), same_copies(model, draws):
+        with own_random_state(), same_copies(net, draws):
             loader = TensorLoader(data.train_images, data.train_labels, config.evidence_batch_size)
             calibrated(la.fit(loader), loader)
-    return LoadedRun(model, la, config, state["epoch"])
+    names = known.get("class_names") or map(str, range(network["num_classes"]))
+    scale = {name: torch.tensor(known[name], device=target) for name in ("black", "white") if name in known}
+    return LoadedRun(net, la, config, state["epoch"], tuple(names), **scale)
 
 
-def _described(run_dir: Path) -> tuple[RunConfig, dict[str, Any]]:
-    """The run's configuration and its network's numbers, out of its diary."""
+def _with_factors(la: KronLaplace, run_dir: Path) -> bool:
+    """Whether the run keeps factors, which la has then."""
+    path = run_dir / LAPLACE_FILE
+    if not path.exists():
+        return False
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["run"] != read_diary(run_dir)["run"]:
+            raise ValueError(f"it is of the run {state['run']!r}")
+        la.load_state_dict(state["laplace"])
+    except Exception as error:  # torch.load fails in many ways
+        raise damaged(path, error, "delete it to have the factors computed from the training data") from error
+    return True
+
+
+def _described(run_dir: Path) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
+    """The run's configuration, its network's numbers, and all that predictions need to know of the data, out of its diary."""
     path = run_dir / DIARY_FILE
     try:
         diary = read_diary(run_dir)
@@ -107,8 +143,7 @@ def _described(run_dir: Path) -> tuple[RunConfig, dict[str, Any]]:
             raise ValueError(f"{run_dir} holds several runs; name the folder of one: {', '.join(runs)}.") from error
         raise ValueError(f"{run_dir} is not the folder of a run: it has no {DIARY_FILE}.") from error
     try:
-        return RunConfig(**diary["config"]), {
-            name: int(diary["network"][name]) for name in ("in_channels", "num_classes")
-        }
+        numbers = {name: int(diary["network"][name]) for name in ("in_channels", "num_classes")}
+        return RunConfig(**diary["config"]), numbers, diary["network"]
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(path, repr(error), ADVICE) from error

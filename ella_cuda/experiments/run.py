@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data import (
+    SOURCES,
     Dataset,
     FlipsShifts,
     TensorLoader,
     black_as_zero,
+    folder,
     holdout,
     load,
     make_task,
@@ -26,20 +28,28 @@ from ella_cuda.data import (
     stratified_order,
     subsample,
 )
+from ella_cuda.data.labelled import SPLIT
 from ella_cuda.digest import tensors_digest
 from ella_cuda.distributed import Ranks, shard
 from ella_cuda.experiments.device import device_of_process, resolve_device
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions, evaluate
-from ella_cuda.experiments.hyperparameters import CurvatureConfig, LearnersConfig, NetworkConfig, RunConfig
+from ella_cuda.experiments.hyperparameters import CurvatureConfig, LearnersConfig, RunConfig
+from ella_cuda.experiments.networks import build_network, load_weights, require_network
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
-from ella_cuda.files import remove_temporary_files
+from ella_cuda.files import remove_temporary_files, write_file
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.models import Neyshabur, neyshabur
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
-from ella_cuda.run_folder import CHECKPOINT_FILE, of_network, write_history, write_samples
+from ella_cuda.run_folder import (
+    CHECKPOINT_FILE,
+    LAPLACE_FILE,
+    of_network,
+    write_history,
+    write_predictions,
+    write_samples,
+)
 from ella_cuda.training import Evaluation, marglik_training
 from ella_cuda.training.checkpoint import kept_random_state
 from ella_cuda.training.processes import OneProcess, Processes
@@ -62,12 +72,18 @@ def prepare(
     data_dir: str | None = None,
     download: bool = False,
     test_size: int | None = None,
+    split: float = SPLIT,
+    skip_unreadable: bool = False,
 ) -> Dataset:
-    """A run's images and labels on the CPU: loaded, split, subsampled, made into the task, normalised.
+    """A run's images and labels on the CPU: loaded, split, subsampled, made into the task, normalised; of a path by
+    :func:`ella_cuda.data.folder`.
 
     Their digest is that of images before the task and of labels after it, which no rounding reaches: the same on every machine.
     """
-    dataset = load(data, data_dir, download)
+    if data in SOURCES:
+        dataset = load(data, data_dir, download)
+    else:
+        dataset = folder(data, image_size, split, seed=data_seed, skip_unreadable=skip_unreadable)
     if holdout_fraction is not None:
         dataset = holdout(dataset, holdout_fraction, data_seed)
     if train_size is not None:
@@ -91,21 +107,24 @@ def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool =
         data_dir,
         download,
         config.test_size,
+        config.split,
+        config.unreadable == "skip",
     )
     return black_as_zero(dataset) if config.learns_amounts else dataset
 
 
-def require_data(config: RunConfig, data_dir: str | None = None, download: bool = False) -> None:
-    """Raise what a run raises whose data are not there, or do not fit together, before anything is written."""
-    asked_images(config, prepare_for(config, data_dir, download), data_dir, download)
+def require_data(config: RunConfig, data_dir: str | None = None, download: bool = False) -> Dataset:
+    """The run's images and labels. Raise what a run raises whose data are not there, or do not fit together or its network, before anything
+    is written."""
+    dataset = prepare_for(config, data_dir, download)
+    asked_images(config, dataset, data_dir, download)
+    if config.model:
+        images = torch.cat([dataset.train_images[:2], dataset.train_images[:1]])[:2]
+        require_network(config, images, dataset.num_classes)
+    return dataset
 
 
-def build_network(config: RunConfig, in_channels: int, num_classes: int) -> Neyshabur:
-    """A run's network with weights drawn from torch's global generator, on the CPU; the data say the two numbers."""
-    return neyshabur(config.layer, in_channels, num_classes, image_size=config.image_size, **config.of(NetworkConfig))
-
-
-def averaged(config: RunConfig, network: Neyshabur) -> nn.Module:
+def averaged(config: RunConfig, network: nn.Module) -> nn.Module:
     """The network; where an augmentation is learned, the average of its outputs over copies, on the network's device."""
     if not config.learns_amounts:
         return network
@@ -223,9 +242,13 @@ def _run(
     dataset, asked = ranks.together(loaded)
     torch.manual_seed(config.seed)
     network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
-    bare = build_network(config, **network).to(device)
+    bare = build_network(config, **network)
+    if config.weights and not (run_dir / CHECKPOINT_FILE).exists():
+        load_weights(bare, config.weights, dataset.num_classes)
+    bare = bare.to(device)
     model = averaged(config, bare)
-    diary = ranks.together(lambda: Diary(run_dir, config, network, bare) if first else None)
+    known = {**network, **learned_from(dataset)}
+    diary = ranks.together(lambda: Diary(run_dir, config, known, bare) if first else None)
     log = ranks.together(lambda: TensorBoardLog(run_dir / FOLDER, layout(bare)) if tensorboard else None)
 
     def record(evaluation: Evaluation) -> None:
@@ -291,12 +314,40 @@ def _run(
     return ranks.exchange(ranks.together(lambda: described() if first else None))[0]
 
 
+def learned_from(dataset: Dataset) -> dict[str, Any]:
+    """What a prediction needs of a data set but for its images: the values of black and white, and of images of one's own the classes."""
+    found = {name: getattr(dataset, name).tolist() for name in ("black", "white")}
+    return found | ({"class_names": list(dataset.class_names)} if dataset.class_names else {})
+
+
+def _on_training_images(dataset: Dataset) -> Dataset:
+    """The data set evaluated on what it trains on, under other ids."""
+    count = len(dataset.train_images)
+    own = {f"test_{kind}": getattr(dataset, f"train_{kind}") for kind in ("images", "labels")}
+    return dataclasses.replace(
+        dataset, **own, test_ids=torch.arange(count).to(dataset.train_ids), train_ids=dataset.train_ids + count
+    )
+
+
+def _keep_predictions(
+    run_dir: Path, config: RunConfig, dataset: Dataset, where: str, probabilities: Tensor, la: KronLaplace | None
+) -> None:
+    """Keep what the run predicts of the images of one's own that it is evaluated on, and its approximation, which later predictions
+    take."""
+    names = [dataset.names[i] for i in dataset.test_ids.tolist()]
+    found = {"names": names, "labels": dataset.test_labels.tolist(), "probabilities": probabilities.tolist()}
+    write_predictions(run_dir, {"run": config.name, "evaluated_on": where, "class_names": dataset.class_names, **found})
+    if la is not None:
+        state = {"run": config.name, "laplace": la.state_dict()}
+        write_file(run_dir / LAPLACE_FILE, lambda path: torch.save(state, path))
+
+
 def _described(
     config: RunConfig,
     dataset: Dataset,
     asked: Any,
     model: nn.Module,
-    bare: Neyshabur,
+    bare: nn.Module,
     la: KronLaplace,
     losses: list[float],
     reason: str | None,
@@ -306,12 +357,14 @@ def _described(
     progress: bool,
 ) -> dict[str, Any]:
     """The row of a run that is trained, evaluated here; ``reason`` is why it has no evidence."""
-    fitted = reason is None
+    fitted, where = reason is None, "test" if config.holdout is None else "holdout"
+    if not len(dataset.test_images):
+        dataset, where = _on_training_images(dataset), "train"
     evidence = float(la.log_marginal_likelihood()) / len(dataset.train_images) if fitted else None
     draws = la.fitted_model.draws if isinstance(model, AveragedFunction) else None
     with same_copies(model, draws):
         accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
-        predictions = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)
+        predictions, own = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)
     precision = of_network(dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True)))
     lengthscales = {n: float(m.inverse_lengthscale) for n, m in bare.named_modules() if isinstance(m, SpatialBasis)}
     gamma = of_network(la.effective_parameters()) if fitted else None
@@ -321,6 +374,8 @@ def _described(
         amounts = {"augmentation": model.augment.amounts()}
         write_samples(run_dir, config.name, sampled(model.augment, dataset), draws.tolist())
     write_history(run_dir, config.name, losses, diary.evaluations)
+    if dataset.names:
+        _keep_predictions(run_dir, config, dataset, where, own.get("predictive", own["plugin"]), la if fitted else None)
     row = {
         "run": config.name,
         **config.described,
@@ -333,7 +388,7 @@ def _described(
         "seconds": round(diary.seconds(), 2),
         "parameters": sum(p.numel() for p in model.parameters()),
         "train_size": len(dataset.train_images),
-        "evaluated_on": "test" if config.holdout is None else "holdout",
+        "evaluated_on": where,
         "evaluated_size": len(dataset.test_images),
         "layers": layers,
         "other_parameters": others,

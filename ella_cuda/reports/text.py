@@ -37,11 +37,11 @@ def layer_title(layer: str) -> str:
 
 
 def network_title(row: Mapping[str, Any], among: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """A row's sum of paths, and what else tells it from others of the sum: what of its sparsified layers' bases the evidence learned
-    (``S-FC, lengthscales``); with group convolutions the group, how they are factored and how wide the network is (``GCONV (p4, full),
-    width 6``), of the last two, where ``among`` is given, what these rows differ in (``GCONV (p4)``)."""
+    """The name of a row's network, or its sum of paths and what else tells it from others of the sum: what of its sparsified layers' bases
+    the evidence learned (``S-FC, lengthscales``); with group convolutions the group, how they are factored and how wide the network is
+    (``GCONV (p4, full), width 6``), of the last two, where ``among`` is given, what these rows differ in (``GCONV (p4)``)."""
     learn = row.get("learn", "")
-    title = layer_title(row["layer"]) + (f", {learn}" if learn else "")
+    title = (row.get("model") or layer_title(row["layer"])) + (f", {learn}" if learn else "")
     if not row.get("group_conv"):
         return title
 

@@ -107,7 +107,7 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
                 {"": read_samples(run_dir)["images"]},
                 f"{run_title(row)}: test images, and copies at the learned amounts",
             )
-    if paths != {MATRIX_PATH} and (run_dir / CHECKPOINT_FILE).exists():
+    if row["layers"] and paths != {MATRIX_PATH} and (run_dir / CHECKPOINT_FILE).exists():
         makers["filters"] = lambda: draw_filters(row, weights())
         if paths & SPARSE_PATHS:
             makers["anchors"] = lambda: draw_anchors(row, weights(), _start(run_dir))

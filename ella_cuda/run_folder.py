@@ -26,6 +26,7 @@ HISTORY_FILE = "history.json"  # of a finished run
 SAMPLES_FILE = "samples.json"  # of a finished run that learned an augmentation
 PREDICTIONS_FILE = "predictions.json"  # of a finished run on images of one's own
 LAPLACE_FILE = "laplace.pt"  # its approximation
+PREDICTIVE = "predictive_prior_precision"  # an entry of a finished run's history
 NETWORK = "network."  # what begins the names of a network's tensors where it is averaged over copies
 
 UNSEALED = ("seconds",)  # of rows and diaries: what their digests do not cover, since sessions differ in it
@@ -151,9 +152,16 @@ def read_history(run_dir: Path) -> dict[str, Any]:
     return _read_of_run(run_dir, HISTORY_FILE, "do that run again in another folder")
 
 
-def write_history(run_dir: Path, run: str, losses: Sequence[float], evaluations: Sequence[Mapping[str, Any]]) -> None:
-    """Keep what a finished run has done."""
-    _write_of_run(run_dir, HISTORY_FILE, {"run": run, "losses": losses, "evaluations": evaluations})
+def write_history(
+    run_dir: Path,
+    run: str,
+    losses: Sequence[float],
+    evaluations: Sequence[Mapping[str, Any]],
+    predictive_prior_precision: Mapping[str, float] | None = None,
+) -> None:
+    """Keep what a finished run has done, and by which precisions it predicts; None is those of its last evaluation."""
+    found = {"losses": losses, "evaluations": evaluations, PREDICTIVE: predictive_prior_precision}
+    _write_of_run(run_dir, HISTORY_FILE, {"run": run, **found})
 
 
 def write_samples(run_dir: Path, run: str, images: Sequence[Any], draws: Sequence[Any]) -> None:

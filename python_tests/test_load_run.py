@@ -10,6 +10,7 @@ import torch
 
 from ella_cuda.digest import sealed
 from ella_cuda.experiments import LoadedRun, RunConfig, configure, evaluate, load_run, prepare_for, run_grid, run_one
+from ella_cuda.experiments import run as run_module
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.models import PATHS
 from ella_cuda.nn import SpatialBasis
@@ -117,3 +118,43 @@ def test_folders_that_cannot_be_loaded(tmp_path):
     (folder / "checkpoint.pt").unlink()
     with pytest.raises(ValueError, match="has not come to its first evaluation"):
         load_run(folder)
+
+
+@pytest.mark.parametrize("objective", ["map", "evidence"])
+def test_halves_of_the_images_choose_the_precisions_of_predictions(objective, tmp_path, monkeypatch):
+    """By what each network says of the other half; a run that was killed between them goes on, and a loaded one has them."""
+    calls, training = [], run_module.marglik_training
+
+    def watched(model, loader, *args, **options):
+        calls.append((loader.images, options["checkpoint"]))
+        found = training(model, loader, *args, **options)
+        calls[-1] += found[:2]
+        return found
+
+    monkeypatch.setattr(run_module, "marglik_training", watched)
+    config = configure(
+        "digits", "plain", "conv", objective, **{**SMALL, "calibration": "folds", "train_size": 80, "epochs": 12}
+    )
+    with interrupted(run_module, "marglik_training", lambda *_: len(calls) == 2), pytest.raises(KeyboardInterrupt):
+        run_one(config, tmp_path, progress=False)
+    calls.clear()
+    row = run_one(config, tmp_path, progress=False)
+    (images, _, whole, _), *halves = calls
+    one, other = (half[0] for half in halves)
+    assert len(one) == len(other) == 40
+    assert {x.numpy().tobytes() for x in torch.cat([one, other])} == {x.numpy().tobytes() for x in images}
+    assert not {x.numpy().tobytes() for x in one} & {x.numpy().tobytes() for x in other}
+    labels = {x.numpy().tobytes(): y for x, y in zip(images, prepare_for(config).train_labels, strict=True)}
+    totals = torch.zeros(37, dtype=torch.float64)
+    for (_, _, la, _), unseen in zip(halves, (other, one), strict=True):
+        y = torch.stack([labels[x.numpy().tobytes()] for x in unseen])
+        for k in range(37):
+            la.predictive_prior_precision = whole.prior_precision * 10 ** (k / 4 - 2)
+            totals[k] += la(unseen).double().log()[torch.arange(len(y)), y].sum()
+    chosen = whole.prior_precision * 10 ** (int(totals.argmax()) / 4 - 2)
+    torch.testing.assert_close(whole.predictive_prior_precision, chosen, rtol=1e-12, atol=0)
+    loaded = load_run(tmp_path, fit=True)
+    torch.testing.assert_close(loaded.la.predictive_prior_precision, chosen, rtol=1e-12, atol=0)
+    data = prepare_for(config)
+    p = loaded.la(data.test_images).double()[torch.arange(40), data.test_labels]
+    assert row["nll_predictive"] == pytest.approx(-float(p.log().mean()), rel=1e-5)

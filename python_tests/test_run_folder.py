@@ -51,9 +51,9 @@ def test_what_was_written_is_read(tmp_path):
     read = run_folder.read_diary(tmp_path)
     assert {key: read[key] for key in diary} == diary and read.keys() - diary.keys() == {"digest"}
     assert run_folder.read_history(tmp_path)["evaluations"] == [EVALUATION]
-    run_folder.write_history(tmp_path, "a", [0.5, 0.25], [])
-    history = run_folder.read_history(tmp_path)
-    assert history.pop("digest") and history == {"run": "a", "losses": [0.5, 0.25], "evaluations": []}
+    run_folder.write_history(tmp_path, "a", [0.5, 0.25], [], {"w": 0.1})
+    history, known = run_folder.read_history(tmp_path), {"predictive_prior_precision": {"w": 0.1}}
+    assert history.pop("digest") and history == {"run": "a", "losses": [0.5, 0.25], "evaluations": [], **known}
     run_folder.write_samples(tmp_path, "a", [[1]], [[0.5]])
     assert run_folder.read_samples(tmp_path)["draws"] == [[0.5]]
 

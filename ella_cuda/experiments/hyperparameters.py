@@ -26,6 +26,7 @@ from ella_cuda.reports.text import OBJECTIVE_TITLES
 from ella_cuda.training.learners import HYPER_OPTIMIZERS, STEP_LIMIT, WORDS, learner_arguments
 
 OBJECTIVES = tuple(OBJECTIVE_TITLES)  # in the order of the tables
+CALIBRATIONS = ("leave-one-out", "folds", "none")
 RESTARTS = ("none", "evidence")  # of the learning rate
 TOGETHER = sorted(word for word, learner in WORDS.items() if not learner.alone)
 # What the evidence learns beside the precisions: words joined by "+", as paths are.
@@ -388,6 +389,12 @@ class EvaluationConfig:
         check=_check_ood,
         help=f"other data sets, whose test images the network's uncertainty should tell from its own; {ROTATED}: those it is evaluated on, "
         "turned by 0, 15, ..., 180 degrees",
+    )
+    calibration: str = setting(
+        "leave-one-out",
+        choices=CALIBRATIONS,
+        help="what chooses the precisions of predictions: each training image left out, in closed form; two more networks, trained on a half "
+        "of the images each, which are better where the softmax is too sure; or nothing, for the learned ones",
     )
     ood_size: int = setting(2000, help="images of each of --ood, at most, classes in proportion")
 

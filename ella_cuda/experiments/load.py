@@ -21,8 +21,10 @@ from ella_cuda.run_folder import (
     CONFIG_FILE,
     DIARY_FILE,
     LAPLACE_FILE,
+    PREDICTIVE,
     SAMPLES_FILE,
     read_diary,
+    read_history,
     read_samples,
 )
 from ella_cuda.training.checkpoint import check_entries, load_checkpoint
@@ -111,7 +113,13 @@ def load_run(
             draws = torch.tensor(read_samples(run_dir)["draws"], device=target)
         with own_random_state(), same_copies(net, draws):
             loader = TensorLoader(data.train_images, data.train_labels, config.evidence_batch_size)
-            calibrated(la.fit(loader), loader)
+            la.fit(loader)
+            history = read_history(run_dir)
+            if PREDICTIVE not in history:  # the run is not finished
+                calibrated(la, loader)
+            elif by_name := history[PREDICTIVE]:
+                values = [by_name[name] for name in la.parameter_names]
+                la.predictive_prior_precision = torch.tensor(values, dtype=torch.float64)
     names = known.get("class_names") or map(str, range(network["num_classes"]))
     scale = {name: torch.tensor(known[name], device=target) for name in ("black", "white") if name in known}
     return LoadedRun(net, la, config, state["epoch"], tuple(names), **scale)

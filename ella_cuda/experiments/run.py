@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ from ella_cuda.training.trainer import calibrated
 
 # A batch of the curvature pass is some 300 kernels, however many images it has: of few a GPU is done before Python has launched them.
 EVIDENCE_BATCH_SIZES = {"cpu": 150, "cuda": 1000}
+FOLDS_FOLDER = "folds"  # of a run's folder: the networks that saw a half of the images
 SAMPLED, SHOWN_COPIES = 5, 9  # images, and copies of each, that a picture shows
 MAP_EVIDENCE_BYTES = 400_000_000  # curvature of MAP networks is computed for the record only, so only where it is cheap
 
@@ -256,6 +258,30 @@ def _run(
         if log is not None:
             log.write(diary.evaluations)
 
+    la, model, losses, reason = _trained(config, dataset, run_dir, model, bare, progress, cuda_graph, ranks, record)
+    if reason is None and config.calibration == "folds":
+        _calibrate_by_folds(config, dataset, run_dir, la, network, progress, cuda_graph, ranks)
+
+    def described() -> dict[str, Any]:
+        return _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)
+
+    return ranks.exchange(ranks.together(lambda: described() if first else None))[0]
+
+
+def _trained(
+    config: RunConfig,
+    dataset: Dataset,
+    run_dir: Path,
+    model: nn.Module,
+    bare: nn.Module,
+    progress: bool,
+    cuda_graph: bool,
+    ranks: Processes,
+    record: Callable[[Evaluation], None] | None,
+    part: str = "",
+) -> tuple[KronLaplace, nn.Module, list[float], str | None]:
+    """The approximation, the model, the losses, and why the approximation is not fitted, None where it is; ``part`` names the images where
+    these are not all."""
     train_loader = TensorLoader(
         dataset.train_images,
         dataset.train_labels,
@@ -267,6 +293,7 @@ def _run(
     evidence_loader = TensorLoader(
         dataset.train_images, dataset.train_labels, config.evidence_batch_size, data_digest=dataset.digest
     )
+    by_points = config.calibration == "leave-one-out" and not part
     la, model, _, losses = marglik_training(
         model,
         train_loader,
@@ -293,7 +320,8 @@ def _run(
         checkpoint=run_dir / CHECKPOINT_FILE,
         depends_on=config.chosen,
         on_evaluation=record,
-        description=config.name,
+        description=f"{config.name}{part}",
+        calibrate=by_points,
         group=ranks.group,
     )
     reason = None
@@ -304,14 +332,49 @@ def _run(
         else:
             own = evidence_loader if ranks.group is None else shard(evidence_loader, ranks.group)
             la.fit(own, group=ranks.group)
-            ranks.together(
-                lambda: calibrated(la, evidence_loader, progress) if first else None
-            )  # which alone evaluates
+            if by_points:  # by the first process, which alone evaluates
+                ranks.together(lambda: calibrated(la, evidence_loader, progress) if ranks.is_first else None)
+    return la, model, losses, reason
 
-    def described() -> dict[str, Any]:
-        return _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)
 
-    return ranks.exchange(ranks.together(lambda: described() if first else None))[0]
+def _calibrate_by_folds(
+    config: RunConfig,
+    dataset: Dataset,
+    run_dir: Path,
+    la: KronLaplace,
+    network: dict[str, int],
+    progress: bool,
+    cuda_graph: bool,
+    ranks: Processes,
+) -> None:
+    """Train the run's network on each half of the images, in folders of their own, and choose the precisions of predictions by what each
+    network says of the other half."""
+    order = stratified_order(dataset.train_labels, dataset.train_ids, config.data_seed, FOLDS_FOLDER)
+    halves = [order[number::2].to(dataset.train_images.device) for number in range(2)]
+    folds = []
+    for number, (seen, unseen) in enumerate(zip(halves, reversed(halves), strict=True)):
+        folder = run_dir / FOLDS_FOLDER / str(number)
+        ranks.together(lambda at=folder: at.mkdir(parents=True, exist_ok=True) if ranks.is_first else None)
+        kept = {f"train_{kind}": getattr(dataset, f"train_{kind}")[seen] for kind in ("images", "labels", "ids")}
+        half = dataclasses.replace(dataset, **kept, digest=f"{dataset.digest}, half {number}")
+        torch.manual_seed(config.seed)
+        bare = build_network(config, **network)
+        if config.weights and not (folder / CHECKPOINT_FILE).exists():
+            load_weights(bare, config.weights, dataset.num_classes)
+        bare = bare.to(dataset.train_images.device)
+        part = f", half {number + 1} of 2"
+        other, *_ = _trained(
+            config, half, folder, averaged(config, bare), bare, progress, cuda_graph, ranks, None, part
+        )
+        rest = dataset.train_images[unseen], dataset.train_labels[unseen]
+        folds.append((other, TensorLoader(*rest, config.evidence_batch_size)))
+    if ranks.is_first:
+        with ExitStack() as stack:
+            for other, _ in folds:
+                stack.enter_context(
+                    same_copies(other.model, other.fitted_model.draws if config.learns_amounts else None)
+                )
+            la.calibrate(folds=folds, progress_bar=progress)
 
 
 def learned_from(dataset: Dataset) -> dict[str, Any]:
@@ -373,7 +436,9 @@ def _described(
     if isinstance(model, AveragedFunction):
         amounts = {"augmentation": model.augment.amounts()}
         write_samples(run_dir, config.name, sampled(model.augment, dataset), draws.tolist())
-    write_history(run_dir, config.name, losses, diary.evaluations)
+    predictive = la.predictive_prior_precision
+    by_name = None if predictive is None else dict(zip(la.parameter_names, predictive.tolist(), strict=True))
+    write_history(run_dir, config.name, losses, diary.evaluations, by_name)
     if dataset.names:
         _keep_predictions(run_dir, config, dataset, where, own.get("predictive", own["plugin"]), la if fitted else None)
     row = {

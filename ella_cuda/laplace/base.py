@@ -944,7 +944,7 @@ class BaseLaplace(Predictive):
 
         A network that has learned its data by heart is as sure of them without one of them, so that leaving one out in closed form does not
         tell that the network is too sure. Networks trained on parts of the data do: with ``folds`` the factor is that with the largest log
-        density of the data which these have not seen, under ``prior_precision`` times it. Two halves cost one training more.
+        density of the data which these have not seen, under ``prior_precision`` times it, k from -8 on. Two halves cost one training more.
 
         Args:
             loader: of the fit's data, as for :meth:`leave_one_out`; None is what the fit got. The first

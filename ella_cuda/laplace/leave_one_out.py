@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SCALES = tuple(10.0**k for k in range(7))  # of the precisions of a ranking
 FACTORS = tuple(10 ** (k / 4) for k in range(29))  # of the precisions of a calibration
+FOLDS_FACTORS = tuple(10 ** (k / 4) for k in range(-8, 29))  # and of one by folds, which may ask for more variance
 CALIBRATION_POINTS = 500  # data points that a calibration takes at most
 PIECES = 10, 100  # data points at a time: of the first, which rule most factors out, and of the others
 BESIDE = 6  # matrices of a data point's outputs that are there beside the covariances
@@ -256,11 +257,11 @@ def calibrate(la: Predictive, loader: Iterable[Any], tolerance: float, progress_
 @torch.no_grad()
 def calibrate_by_folds(la: Predictive, folds: Sequence[tuple[Predictive, Iterable[Any]]], progress_bar: bool) -> Tensor:
     """The precisions of predictions; see :meth:`ella_cuda.laplace.KronLaplace.calibrate`."""
-    now, totals = la.prior_precision.detach(), data_weight(la).new_zeros(len(FACTORS))
+    now, totals = la.prior_precision.detach(), data_weight(la).new_zeros(len(FOLDS_FACTORS))
     for number, (other, loader) in enumerate(folds):
         where, weight = f"calibrate: folds[{number}]", data_weight(other)
         other.fitted_model.require_unchanged()
-        posteriors = [other._posterior(now * factor, weight) for factor in FACTORS]
+        posteriors = [other._posterior(now * factor, weight) for factor in FOLDS_FACTORS]
         count = 0
         for batch in tqdm(loader, desc=f"fold {number + 1} of {len(folds)}", disable=not progress_bar, leave=False):
             x, y = pair_on(batch, other.fitted_model.device, where, other.fitted_model.keys)
@@ -273,7 +274,7 @@ def calibrate_by_folds(la: Predictive, folds: Sequence[tuple[Predictive, Iterabl
         raise FloatingPointError(
             "calibrate: no precision gives the folds' targets a finite log density; check the data."
         )
-    return now * FACTORS[int(totals.where(totals.isfinite(), -math.inf).argmax())]
+    return now * FOLDS_FACTORS[int(totals.where(totals.isfinite(), -math.inf).argmax())]
 
 
 def _first(la: Predictive, loader: Iterable[Any], where: str) -> Iterator[tuple[Inputs, Tensor]]:

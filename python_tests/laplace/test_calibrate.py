@@ -80,7 +80,7 @@ def test_the_widest_posterior_within_the_tolerance_is_chosen(tolerance: float) -
 @pytest.mark.parametrize("kind", [KronLaplace, FullLaplace])
 def test_folds_choose_by_data_that_they_have_not_seen(kind: Any) -> None:
     """The precisions of the network that is calibrated, the posteriors and the data of the others, by their calls."""
-    x, folds, totals = drawn(60, 3, seed=1), [], torch.zeros(29, dtype=torch.float64)
+    x, folds, totals = drawn(60, 3, seed=1), [], torch.zeros(37, dtype=torch.float64)
     y = (3 * network()(x) + 2 * drawn(60, 3, seed=2)).argmax(1)
     for seen in (slice(30), slice(30, 60)):
         unseen = slice(30, 60) if seen.start is None else slice(30)
@@ -91,13 +91,13 @@ def test_folds_choose_by_data_that_they_have_not_seen(kind: Any) -> None:
         other.fit([(x[seen], y[seen])])
         folds.append((other, DataLoader(TensorDataset(x[unseen], y[unseen]), 7)))
         again = kind(other.model).fit([(x[seen], y[seen])])
-        for k in range(29):
-            again.prior_precision = 0.01 * 10 ** (k / 4)
+        for k in range(37):
+            again.prior_precision = 0.01 * 10 ** (k / 4 - 2)
             totals[k] += again(x[unseen]).log()[torch.arange(30), y[unseen]].sum()
     la = kind(network(), prior_precision=0.01).fit([(x, y)])
     chosen = int(totals.argmax())
-    assert 0 < chosen < 28
-    torch.testing.assert_close(la.calibrate(folds=folds), la.prior_precision * 10 ** (chosen / 4))
+    assert 0 < chosen < 36
+    torch.testing.assert_close(la.calibrate(folds=folds), la.prior_precision * 10 ** (chosen / 4 - 2))
     assert [(other.predictive_prior_precision, float(other.prior_precision[0])) for other, _ in folds] == [
         (None, 7.0)
     ] * 2

@@ -201,7 +201,7 @@ def _predictions(la: KronLaplace, x: Tensor) -> dict[str, Counted]:
             la.functional_variance(scale * x)
         found["recorded prediction"] = counted(lambda: la.functional_variance(x))
         posterior = la.posterior_precision
-        found["its tape alone"] = counted(lambda: la._pass()(x, [posterior], joint=False, diagonal=False))
+        found["its tape alone"] = counted(lambda: la._pass(x)(x, [posterior], joint=False, diagonal=False))
     return found
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import math
@@ -146,7 +147,7 @@ class EllaGGN(GGNInterface):
         la.fit([(x, y)])
         _require_dense(la.factors, parameters)
         kfacs = [_dense(factor, parameters[name], la.n_data / N) for name, factor in la.factors.items()]
-        return _loss(la).to(next(iter(parameters.values())).dtype), Kron(kfacs)
+        return la.loss.to(next(iter(parameters.values())).dtype), Kron(kfacs)
 
 
 class _TakesMapping(nn.Module):
@@ -162,12 +163,6 @@ class _TakesMapping(nn.Module):
 
 def _entries(batch: Mapping[str, Any], dict_key_y: str) -> dict[str, Any]:
     return {key: value for key, value in batch.items() if key != dict_key_y}
-
-
-def _loss(la: KronLaplace) -> Tensor:
-    """The data's ``-log p`` at sigma = 1 without its constant, as laplace-torch has it."""
-    loss = -la.statistic if la.likelihood_function.has_noise else -la.log_likelihood * la.temperature
-    return loss.detach()
 
 
 def _require_dense(factors: Mapping[str, KroneckerFactor], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -227,6 +222,11 @@ class BlockKron:
         """Itself."""
         _refuse_damping(damping)
         return self
+
+    def clone(self) -> BlockKron:
+        """The same of a copy of ``la``, which a further fit does not change."""
+        parts = (v.clone() if isinstance(v, Tensor) else v for v in (self.scale, self.deltas))
+        return BlockKron(copy.copy(self.la), *parts)
 
     def detach(self) -> BlockKron:
         return BlockKron(self.la, *(v.detach() if isinstance(v, Tensor) else v for v in (self.scale, self.deltas)))
@@ -365,7 +365,7 @@ class EllaKronLaplace(laplace.KronLaplace):
     def _hold(self) -> None:
         """Take what is fitted."""
         self.H = self.H_facs = BlockKron(self.ella)
-        self.loss, self.n_data, self.n_outputs = _loss(self.ella), self.ella.n_data, self.ella.n_outputs
+        self.loss, self.n_data, self.n_outputs = self.ella.loss, self.ella.n_data, self.ella.n_outputs
         self.model.output_size = self.n_outputs
 
     def _fitted(self) -> KronLaplace:

@@ -39,9 +39,12 @@ from ella_cuda.laplace.evidence import (
     data_weight,
     elements,
     evidence_at,
+    is_elementwise,
     layer_type,
     log_likelihood,
     log_scale,
+    norms_at,
+    of_tensors,
     precisions_of,
     present_terms,
     resolved,
@@ -105,6 +108,7 @@ class LaplaceOptions:
     dict_key_x: str = DEFAULT_KEYS.x
     dict_key_y: str = DEFAULT_KEYS.y
     ignore_index: int = IGNORED
+    enable_backprop: bool = False
 
 
 class BaseLaplace(Predictive):
@@ -143,11 +147,13 @@ class BaseLaplace(Predictive):
             unknown=self.unknown,
             subset_of_weights=options.subset_of_weights,
         )
+        self.ignore_index, self.enable_backprop = options.ignore_index, options.enable_backprop
         self.likelihood_function = likelihood_of(likelihood, options.ignore_index)
-        self.likelihood, (self.dict_key_x, self.dict_key_y) = self.likelihood_function.name, keys
+        self.dict_key_x, self.dict_key_y = keys
         self.resolution, self.approximation = resolution, approximation
         self.model, self.subset_of_weights = model, options.subset_of_weights
         self.parameter_names, self.free_elements = self.fitted_model.parameter_names, None
+        self._relabelled = False  # whether the likelihood was set to another one than that of the fit
         with exclusively(model):
             self._rules = self.fitted_model.present_rules()
         budget, default = options.memory_budget, 64 << 20 if self._device.type == "cpu" else 2 << 30
@@ -186,8 +192,9 @@ class BaseLaplace(Predictive):
         self.n_data = self.n_outputs = self.n_targets = 0
         self.statistic = self.fitted_model.zero.clone()
         self.statistic_gradients: dict[str, Tensor] = {}
-        self.square_norms = self.statistic.new_zeros(len(self.parameter_names))
+        self.square_norms, self.element_norms = self.statistic.new_zeros(len(self.parameter_names)), None
         self.linear_fit: LinearMode | None = None
+        self.fitted_likelihood: Likelihood | None = None
         self._predictive_prior_precision: Tensor | None = None
         self._predicting, self._ways = None, []
         self._loaders: list[Iterable[Any]] = []  # of the fit's data
@@ -298,6 +305,10 @@ class BaseLaplace(Predictive):
             )
         require_loader(loader, "fit: loader")
         fitted, anew = self.fitted_model, override or self.n_data == 0
+        if self._relabelled:
+            sigma_of(self, self.sigma_noise)
+            if not anew:
+                raise ValueError("fit(override=False): the likelihood was changed since the fit; use override=True.")
         rules = fitted.present_rules()
         parameters = fitted.present_parameters(rules)
         require_constant_amounts(self.model)
@@ -359,20 +370,49 @@ class BaseLaplace(Predictive):
         before = self.statistic_gradients
         self.statistic_gradients = {name: g + before.get(name, 0) for name, g in sums.gradients.items()}
         self.fitted_model.settle(sums.fingerprint, sums.buffers if sums.ran else None)
+        self.fitted_likelihood, self._relabelled = self.likelihood_function, False
+        self._weigh_elements()
         self._hold()
+
+    def _weigh_elements(self) -> None:
+        """Take ``element_norms`` of the model's parameters, where elements may have precisions of their own."""
+
+    @property
+    def likelihood(self) -> str:
+        """The likelihood's name; set it from what the constructor takes. A curvature that is there stays that of the fit, so that functional
+        samples and variances do not change, and the evidence waits for another fit."""
+        return self.likelihood_function.name
+
+    @likelihood.setter
+    def likelihood(self, value: str | Likelihood) -> None:
+        before, self.likelihood_function = self.likelihood_function, likelihood_of(value, self.ignore_index)
+        if repr(before) == repr(self.likelihood_function):
+            self.likelihood_function = before
+        elif self.fitted_likelihood is None:
+            sigma_of(self, self.sigma_noise)
+        self._relabelled = self.fitted_likelihood is not None and self.fitted_likelihood is not self.likelihood_function
 
     # hyperparameters -------------------------------------------------------------------------------------------------
 
     @property
     def prior_precision(self) -> Tensor:
-        """One positive value per parameter tensor, 1-D, in ``named_parameters()`` order; set it from a number or such a vector. Predictions
-        are by it unless ``predictive_prior_precision`` is set later."""
+        """One positive value per parameter tensor, 1-D, in ``named_parameters()`` order; set it from a number or such a vector. Full and
+        diagonal approximations also take one value per element that has a posterior. Predictions are by it unless
+        ``predictive_prior_precision`` is set later."""
         return self._prior_precision
 
     @prior_precision.setter
     def prior_precision(self, value: Value) -> None:
         self._prior_precision = precisions_of(self, value).clone()  # what its owner does to it later on is not checked
         self._predictive_prior_precision = None
+
+    @property
+    def prior_precision_diag(self) -> Tensor:
+        """The prior's precision of each element that has a posterior, ``(S,)``, float64."""
+        precision = self.prior_precision
+        if is_elementwise(self, precision):
+            return precision
+        return precision.repeat_interleave(torch.tensor(self.counts, device=precision.device))
 
     @property
     def predictive_prior_precision(self) -> Tensor | None:
@@ -414,6 +454,8 @@ class BaseLaplace(Predictive):
             self.fitted_model.require_unchanged()
             self.square_norms, self.linear_fit = square_distances(self, self.fitted_model.parameters(), mean), None
         self._prior_mean = mean
+        if self.n_data:
+            self._weigh_elements()
 
     def _mean_of_prior(self, value: Value) -> Tensor:
         """Checked, float64, on the model's device."""
@@ -446,18 +488,25 @@ class BaseLaplace(Predictive):
     def scatter(self) -> Tensor:
         """``sum_l delta_l ||theta_l - prior mean||^2``, theta at the fit, 0-dim float64."""
         self.fitted_model.require_fit()
-        return (self.prior_precision * self.square_norms).sum()
+        return (self.prior_precision * norms_at(self, self.prior_precision)).sum()
+
+    @property
+    def loss(self) -> Tensor:
+        """``-log p(D | theta)`` at sigma = 1 and T = 1 without a Gaussian's normaliser, summed over the data, 0-dim float64."""
+        noise = self.likelihood_function.has_noise
+        return (-self.statistic if noise else -self.log_likelihood * self.temperature).detach()
 
     @property
     def log_det_prior_precision(self) -> Tensor:
         """``sum_l P_l log delta_l``, 0-dim float64."""
-        return (elements(self) * self.prior_precision.log()).sum()
+        logs = self.prior_precision.log()
+        return (logs if is_elementwise(self, logs) else elements(self) * logs).sum()
 
     @property
     def log_det_ratio(self) -> Tensor:
         """``log_det_posterior_precision - log_det_prior_precision``, computed without that difference."""
         self.fitted_model.require_fit()
-        return self._penalty(self.prior_precision.log(), log_scale(self), torch.zeros_like(self.square_norms))
+        return self._penalty(self.prior_precision.log(), log_scale(self), torch.zeros_like(self.prior_precision))
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -470,17 +519,18 @@ class BaseLaplace(Predictive):
         r"""The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable twice in both
         arguments, and in the buffers that required a gradient at the fit.
 
-        Divide by ``-n_data`` for the paper's ``-log q/N``. The arguments do not change the object. As laplace-torch's, it leaves a Gaussian's
-        normaliser undivided by the temperature; :meth:`optimize_prior_precision` divides the normaliser too where it tunes the noise, or
-        the temperature would only rescale that.
+        Divide by ``-n_data`` for the paper's ``-log q/N``. As laplace-torch's, it sets ``prior_precision`` and ``sigma_noise`` to the values
+        of its arguments, without their graph, once the evidence is known, and leaves a Gaussian's normaliser undivided by the
+        temperature; :meth:`optimize_prior_precision` divides the normaliser too where it tunes the noise, or the temperature would only
+        rescale that.
 
         With ``at="linear"`` it is that of the linearised network at its mode :math:`\theta_\star`, which is held:
         :math:`\log p(D | h(\theta_\star)) - \frac12 (\|\theta_\star\|^2_\Lambda + \log|H \Lambda^{-1} + I|)`. Where :math:`\theta_\star` is
         the mode at these precisions, this is the linear model's exact evidence, of a regression and the full matrix H.
 
         Args:
-            prior_precision: a number, or one value per parameter tensor; None is ``self.prior_precision``.
-            sigma_noise: None is ``self.sigma_noise``.
+            prior_precision: as the attribute, which it becomes; None is ``self.prior_precision``.
+            sigma_noise: likewise.
             at: "network", the parameters of the fit, or "linear", what :meth:`fit_linear_mode` found.
 
         Raises:
@@ -493,7 +543,12 @@ class BaseLaplace(Predictive):
         Laplace model evidence for modern deep learning", ICML 2022, section 4 (at="linear").
         """
         precision, sigma = resolved(self, prior_precision, sigma_noise)
-        return evidence_at(self, precision.log(), None if sigma_noise is None else sigma.log(), at)
+        found = evidence_at(self, precision.log(), None if sigma_noise is None else sigma.log(), at)
+        if prior_precision is not None:
+            self.prior_precision = precision.detach()
+        if sigma_noise is not None:
+            self._sigma_noise = sigma.detach().clone()
+        return found
 
     def effective_parameters(self) -> dict[str, float]:
         r"""Parameter name -> :math:`\gamma`, how many of its elements the data determine: with eigenvalues :math:`\lambda_i` of the curvature
@@ -521,6 +576,16 @@ class BaseLaplace(Predictive):
     def posterior_precision(self) -> Posterior:
         """P = curvature + prior precision, at the present hyperparameters."""
         return self._posterior_at(self.prior_precision)
+
+    @property
+    def posterior_covariance(self) -> Tensor:
+        """The covariance of the elements that have a posterior, ``(S, S)``. For small networks."""
+        return self.posterior_precision.to_matrix(-1)
+
+    @property
+    def posterior_variance(self) -> Tensor:
+        """The variance of each parameter, ``(P,)``; zero of elements without a posterior."""
+        return self.posterior_precision.diag(-1)
 
     @property
     def _predictive_posterior(self) -> Posterior:
@@ -723,7 +788,7 @@ class BaseLaplace(Predictive):
         n_steps: int = 100,
         lr: float = 0.1,
         init_prior_prec: Value | None = None,
-        prior_structure: str = "layerwise",
+        prior_structure: str | None = None,
         val_loader: Iterable[Any] | None = None,
         loss: Loss | None = None,
         log_prior_prec_min: float = -4.0,
@@ -757,7 +822,8 @@ class BaseLaplace(Predictive):
                 network's outputs held choose a narrow posterior nearly always.
             prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`: "layerwise" (none), "module",
                 "normalised" or "scalar" (all); "gridsearch" takes "scalar" alone. "loo" takes "scalar", or "layerwise": one factor of all the
-                present precisions.
+                present precisions. "diag" is a precision for each element, of full and diagonal approximations, by "marglik" at the network.
+                None is "scalar" for "gridsearch" and "layerwise" for others.
             val_loader: yields ``(x, y)``, as for :meth:`fit`.
             loss: ``(predictions, targets) -> number``, of all data of the loader: probabilities, or of likelihoods without classes mean and
                 variance of the outputs, both ``(N, K)``; None is the mean negative log density of the targets, noise included.
@@ -782,8 +848,12 @@ class BaseLaplace(Predictive):
         Source: Immer et al., ICML 2021, section 3 (marglik); MacKay, "Bayesian interpolation", 1992 (mackay).
         """
         check_choice("pred_type", pred_type, PREDICTIONS)
+        if prior_structure is None:
+            prior_structure = "scalar" if method == "gridsearch" else "layerwise"
+        each = prior_structure == "diag" and method == "marglik" and at == "network" and self._elementwise_priors
+        structure = "layerwise" if each else prior_structure
         grid = check_arguments(
-            method, prior_structure, link_approx, val_loader, log_prior_prec_min, log_prior_prec_max, grid_size
+            method, structure, link_approx, val_loader, log_prior_prec_min, log_prior_prec_max, grid_size
         )
         n_steps, lr, tol = as_count("n_steps", n_steps), positive_number("lr", lr), positive_number("tol", tol)
         check_choice("at", at, MODES)
@@ -803,7 +873,8 @@ class BaseLaplace(Predictive):
         )
         before = self.prior_precision, self.sigma_noise, self.linear_fit, self.predictive_prior_precision
         sigma = tune_sigma and self.likelihood_function.has_noise
-        groups = Groups(group_indices(prior_structure, self.parameter_names, self.model), self._device)
+        numbers = range(sum(self.counts)) if each else group_indices(structure, self.parameter_names, self.model)
+        groups = Groups(numbers, self._device)
         try:
             if method == "gridsearch":
                 how = {"pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples}
@@ -812,6 +883,10 @@ class BaseLaplace(Predictive):
                 return self.prior_precision
             if init_prior_prec is not None:
                 self._prior_precision = precisions_of(self, init_prior_prec, "init_prior_prec").clone()
+            if each:
+                self._prior_precision = self.prior_precision_diag
+            elif method != "loo":
+                self._prior_precision = of_tensors(self, self.prior_precision)
             if method == "loo":
                 now = self.prior_precision.detach()
                 start = None if init_prior_prec is None else now
@@ -1021,7 +1096,7 @@ class BaseLaplace(Predictive):
         predictive = self.predictive_prior_precision
         return {
             **{key: getattr(self, key) for key in self._settings},
-            "likelihood": repr(self.likelihood_function),
+            "likelihood": repr(self.fitted_likelihood or self.likelihood_function),
             "parameter_names": list(self.parameter_names),
             "prior_precision": self.prior_precision.detach().clone(),
             "predictive_prior_precision": None if predictive is None else predictive.clone(),
@@ -1073,6 +1148,7 @@ class BaseLaplace(Predictive):
         self._temperature, self._predictive_prior_precision = state["temperature"], predictive
         self.linear_fit = None if linear is None else LinearMode(**linear).on(self._device)
         self.n_data, self.n_outputs, self.n_targets = (state[key] for key in ("n_data", "n_outputs", "n_targets"))
+        self.fitted_likelihood = self.likelihood_function if self.n_data else None
         self.statistic, self.square_norms = (
             state[key].to(self._device, copy=True) for key in ("statistic", "square_norms")
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ def pair_of(batch: Any, where: str, keys: DictKeys = DEFAULT_KEYS) -> tuple[Inpu
         keys: of a mapping.
 
     Raises:
+        KeyError: it is a mapping without a key.
         TypeError: it is no pair of inputs and a tensor, or has tensors of a subclass that computes by itself, such as a distributed tensor,
             or ones that are sparse or nested.
         ValueError: x or y has no axis for the batch, or x has tensors of other sizes along it.
@@ -91,7 +93,14 @@ def _parts(batch: Mapping[Any, Any], where: str, keys: DictKeys) -> tuple[Any, A
     return (rest[keys.x] if rest.keys() == {keys.x} else rest), batch[keys.y]
 
 
-def _no_pair(batch: Any, where: str, keys: DictKeys = DEFAULT_KEYS) -> TypeError:
+class MissingKeyError(KeyError):
+    """A mapping has no entry of a key."""
+
+    def __str__(self) -> str:
+        return self.args[0]  # of a KeyError it is the representation
+
+
+def _no_pair(batch: Any, where: str, keys: DictKeys = DEFAULT_KEYS) -> TypeError | MissingKeyError:
     got, how = type(batch).__name__, ""
     if isinstance(batch, (tuple, list)):
         got += f" of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
@@ -101,7 +110,8 @@ def _no_pair(batch: Any, where: str, keys: DictKeys = DEFAULT_KEYS) -> TypeError
             f" Of a {got} the targets are the tensor under dict_key_y={keys.y!r}, and the model gets what is under the other keys by their "
             f"names, or what is under dict_key_x={keys.x!r} where that is alone; its keys are {held}: pass dict_key_y and dict_key_x."
         )
-    return TypeError(
+    missing = isinstance(batch, Mapping) and (keys.y not in batch or (keys.x != DEFAULT_KEYS.x and keys.x not in batch))
+    return (MissingKeyError if missing else TypeError)(
         f"{where}: the loader must yield pairs of tensors (x, y), got {got}; make pairs in the DataLoader's collate_fn, or pass a loader "
         f"of your own that yields (x, y).{how}"
     )
@@ -148,7 +158,8 @@ def pair_on(batch: Any, device: torch.device, where: str, keys: DictKeys = DEFAU
 
 
 def run_model(model: Callable[..., Any], x: Inputs) -> Any:
-    """What the model returns for inputs: a tensor, a tuple or list of arguments, or a mapping of arguments by name.
+    """What the model returns for inputs: a tensor, a tuple or list of arguments, or a mapping of arguments by name, which a model of one
+    argument with another name gets whole.
 
     Raises:
         TypeError: the model takes no argument of such a name, or fails on inputs of another dtype than its parameters have; and whatever
@@ -157,7 +168,9 @@ def run_model(model: Callable[..., Any], x: Inputs) -> Any:
     try:
         if isinstance(x, Tensor):
             return model(x)
-        return model(**x) if isinstance(x, Mapping) else model(*x)
+        if isinstance(x, Mapping):
+            return model(x) if _takes_mapping(model, x) else model(**x)
+        return model(*x)
     except RuntimeError as error:
         if refusal := _other_dtype(model, x, str(error)):
             raise refusal from error
@@ -171,11 +184,24 @@ def run_model(model: Callable[..., Any], x: Inputs) -> Any:
         ) from error
 
 
+def _takes_mapping(model: Callable[..., Any], x: Mapping[str, Any]) -> bool:
+    """Whether the model takes one argument, whose name is no key, so that it is the mapping itself."""
+    parameters = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters
+    wanted = [p for p in parameters.values() if p.default is p.empty]
+    by_name = parameters.keys() & x.keys() or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return not by_name and len(wanted) == 1 and wanted[0].kind is wanted[0].POSITIONAL_OR_KEYWORD
+
+
 def _other_dtype(model: Any, x: Inputs, said: str) -> TypeError | None:
     """The refusal that a model's RuntimeError stands for where it is about the dtype of inputs that is not that of the parameters."""
     own = {p.dtype for p in model.parameters() if p.is_floating_point()} if isinstance(model, nn.Module) else set()
     given = {t.dtype for t in tensors_of(x)}
     given = {dtype for dtype in given if dtype.is_floating_point} or given
+    if len(own) > 1 and "dtype" in said:
+        return TypeError(
+            f"the model has parameters of {', '.join(sorted(map(str, own)))}, and a function got numbers of two of these ({said}). Fits and "
+            "predictions run without the caller's autocast: enter torch.autocast inside of forward, or convert between the layers."
+        )
     if len(own) != 1 or given <= own or "type" not in said or "indices" in said:
         return None
     (dtype,) = own

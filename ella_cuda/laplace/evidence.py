@@ -120,16 +120,21 @@ class Evidence:
         n_targets: entries of all data's targets.
         counts: elements of each parameter tensor that have a posterior.
         free_elements: one where an element has a posterior and zero elsewhere, ``(P,)`` float64; None where all have one.
+        element_norms: as square_norms, of each element that has a posterior, ``(S,)``; None where precisions are of tensors alone.
         statistic_gradients: of the statistic, in the buffers that required a gradient at the fit.
         linear_fit: a LinearMode once it was found.
+        fitted_likelihood: that of the curvature; None before a fit.
     """
 
     # Whether ``_terms`` are a function of static shapes that the host reads nothing of, once they were there.
     _records_steps: ClassVar[bool] = False
+    # Whether each element may have a prior precision of its own.
+    _elementwise_priors: ClassVar[bool] = False
     model: nn.Module
     fitted_model: FittedModel
     likelihood: str
     likelihood_function: Likelihood
+    fitted_likelihood: Likelihood | None
     parameter_names: list[str]
     n_params: int
     n_data: int
@@ -143,7 +148,9 @@ class Evidence:
     statistic: Tensor
     square_norms: Tensor
     statistic_gradients: dict[str, Tensor]
+    element_norms: Tensor | None
     memory_budget: int
+    enable_backprop: bool
     linear_fit: Any
     posterior_precision: Posterior
 
@@ -158,11 +165,10 @@ class Evidence:
 
 
 def evidence_at(la: Evidence, log_precision: Tensor, log_sigma: Tensor | None = None, at: str = "network") -> Tensor:
-    """``la.log_marginal_likelihood`` as a function of the logarithms of one precision per parameter tensor and of sigma, None for that of
-    ``la.sigma_noise``, float64. Nothing is checked; the derivatives in log_precision, ``(gamma_l - delta_l ||theta_l||^2) / 2``, come with
-    the value."""
+    """``la.log_marginal_likelihood`` as a function of the logarithms of the precisions and of sigma, None for that of ``la.sigma_noise``,
+    float64. Nothing is checked; the derivatives in log_precision, ``(gamma_l - delta_l ||theta_l||^2) / 2``, come with the value."""
     sigma = la.sigma_noise if log_sigma is None else log_sigma.exp()
-    penalty = la._penalty(log_precision, log_scale(la, log_sigma), mean_at(la, at).square_norms)
+    penalty = la._penalty(log_precision, log_scale(la, log_sigma), norms_at(la, log_precision, at))
     return torch.add(log_likelihood(la, sigma, at), penalty, alpha=-0.5)
 
 
@@ -171,6 +177,38 @@ def mean_at(la: Evidence, at: str) -> Any:
     RuntimeError before a fit, or where the mode was not found."""
     la.fitted_model.require_fit()
     return la if check_choice("at", at, MODES) == "network" else linear_fit_of(la, "at")
+
+
+def norms_at(la: Evidence, precision: Tensor, at: str = "network") -> Tensor:
+    """What :func:`mean_at` has as ``square_norms``, of elements where the precisions are of elements."""
+    mean = mean_at(la, at)
+    if not is_elementwise(la, precision):
+        return mean.square_norms
+    if at == "linear":
+        require_of_tensors(la, precision)
+    return la.element_norms
+
+
+def require_of_tensors(la: Evidence, precision: Tensor) -> None:
+    """ValueError where the precisions are of elements."""
+    if is_elementwise(la, precision):
+        raise ValueError(
+            f"prior_precision: the linearised network's mode takes a number or {len(la.parameter_names)} values, one per parameter tensor, "
+            f"got {len(precision)}, one per element; set prior_precision before."
+        )
+
+
+def is_elementwise(la: Evidence, precision: Tensor) -> bool:
+    """Whether the precisions, a vector, are of elements; of tensors with one element each both are the same."""
+    return len(precision) != len(la.parameter_names)
+
+
+def of_tensors(la: Evidence, precision: Tensor) -> Tensor:
+    """One precision per parameter tensor, which of elements is the geometric mean."""
+    if not is_elementwise(la, precision):
+        return precision
+    parts = precision.log().split(la.counts)
+    return torch.stack([part.mean() if len(part) else part.new_zeros(()) for part in parts]).exp()
 
 
 def linear_fit_of(la: Evidence, argument: str) -> Any:
@@ -185,6 +223,10 @@ def linear_fit_of(la: Evidence, argument: str) -> Any:
 def log_likelihood(la: Evidence, sigma: Tensor, at: str = "network") -> Tensor:
     """``log p(D | theta)`` divided by the temperature, but for a Gaussian's normaliser, 0-dim float64."""
     statistic = mean_at(la, at).statistic
+    if la.fitted_likelihood is not la.likelihood_function:
+        raise RuntimeError(
+            f"{type(la).__name__}: the likelihood was {la.fitted_likelihood!r} at the fit and is {la.likelihood_function!r}; call fit again."
+        )
     if torch.is_grad_enabled() and la.fitted_model.has_hyperparameters():
         if at == "linear":
             raise RuntimeError(
@@ -206,7 +248,7 @@ def log_scale(la: Evidence, log_sigma: Tensor | None = None) -> Tensor:
     scale = la.fitted_model.zero
     if la.temperature != 1:
         scale = scale - math.log(la.temperature)
-    if log_sigma is None and not la.likelihood_function.has_noise:
+    if log_sigma is None and not (la.fitted_likelihood or la.likelihood_function).has_noise:
         return scale
     return torch.sub(scale, la.sigma_noise.log() if log_sigma is None else log_sigma, alpha=2)
 
@@ -221,7 +263,7 @@ def present_terms(la: Evidence) -> ops.KronEvidence:
     """:meth:`Evidence._terms` at la's values; ``effective`` is ``la.effective_parameters()`` in ``parameter_names`` order."""
     la.fitted_model.require_fit()
     la.fitted_model.bases.check()
-    return la._terms(la.prior_precision.log(), log_scale(la), la.square_norms)
+    return la._terms(la.prior_precision.log(), log_scale(la), norms_at(la, la.prior_precision))
 
 
 def elements(la: Evidence) -> Tensor:
@@ -246,14 +288,16 @@ def square_distances(la: Evidence, parameters: Iterable[Tensor], mean: Tensor | 
 
 
 def precisions_of(la: Evidence, value: Value, name: str = "prior_precision") -> Tensor:
-    """One precision per parameter tensor, float64, of an argument that is a number or such a vector; ValueError where it has another shape,
-    or an entry is not positive and finite."""
-    count = len(la.parameter_names)
+    """One precision per parameter tensor, float64, of an argument that is a number or such a vector, or one per element where la has
+    ``_elementwise_priors``; ValueError where it has another shape, or an entry is not positive and finite."""
+    count, elements = len(la.parameter_names), sum(la.counts)
     found = as_float64(name, value, la.fitted_model.device)
-    if found.numel() != 1 and tuple(found.shape) != (count,):
+    shapes = [(), (1,), (count,), *([(elements,)] if la._elementwise_priors else [])]
+    if tuple(found.shape) not in shapes:
+        each = f", or {elements}, one per element" if la._elementwise_priors else ""
         raise ValueError(
             f"{name}: expected a number or a vector of {count} values, one per trainable parameter tensor "
-            f"({', '.join(la.parameter_names[:3])}, ...), got shape {tuple(found.shape)}."
+            f"({', '.join(la.parameter_names[:3])}, ...){each}, got shape {tuple(found.shape)}."
         )
     check_positive(name, found.flatten().tolist() if isinstance(value, Tensor) else [float(value)])
     return found.reshape(()).expand(count) if found.numel() == 1 else found

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ella_cuda import ops
 from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
 from ella_cuda.laplace.batches import Inputs
 from ella_cuda.laplace.distributed_fit import FitSums
-from ella_cuda.laplace.evidence import DataFitGradient
+from ella_cuda.laplace.evidence import DataFitGradient, is_elementwise
 from ella_cuda.laplace.factors import FactorShape, Jacobian, checked_tensor
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass
 from ella_cuda.laplace.likelihoods import Columns, Likelihood
@@ -95,11 +96,25 @@ class Layout:
 
 
 class _OfElements(Posterior):
-    """A posterior of a layout's elements, of a precision ``(S, S)``, or its diagonal ``(S,)``, float64; samples are of ``dtype``."""
+    """A posterior of a layout's elements, of a precision ``(S, S)``, or its diagonal ``(S,)``, float64; samples are of ``dtype``.
+
+    Functions of torch take the precision in its place, and the precision's attributes and methods are its own where it has none of that
+    name, as in ``torch.allclose(la.posterior_precision, matrix)`` and ``la.posterior_precision.shape``.
+    """
 
     def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
         self.precision, self.layout, self.dtype = precision, layout, dtype
         self.shapes, self.n_params, self.device = layout.shapes, layout.count, precision.device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "precision":  # as copies ask for before there is one
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.precision, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(_OfElements, lambda one: one.precision, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
 
     def own(self) -> list[Tensor]:
         return [self.precision]
@@ -339,6 +354,7 @@ class UnfactoredLaplace(BaseLaplace):
     """
 
     _settings = ("hessian_structure",)
+    _elementwise_priors = True
 
     def __init__(
         self,
@@ -352,10 +368,12 @@ class UnfactoredLaplace(BaseLaplace):
         self.hessian_structure = check_choice("hessian_structure", hessian_structure, STRUCTURES)
         if options.get("unknown", "error") == "error":
             options["unknown"] = "diagonal"  # Jacobians of parameters without a rule are exact
+        prior_precision = options.pop("prior_precision", 1.0)
         super().__init__(model, likelihood, LaplaceOptions(**options))
         self.subnetwork_indices = subnetwork_indices
         self._indices = self._among_served(subnetwork_indices)
         self._lay_out()
+        self.prior_precision = prior_precision  # of elements, too, which are known now
 
     def _described(self) -> str:
         of = "" if self._indices is None else f"{self._layout.count} of "
@@ -432,6 +450,10 @@ class UnfactoredLaplace(BaseLaplace):
         if self.n_data:
             self._curvature.most_rank = self.n_data * self.n_outputs
 
+    def _weigh_elements(self) -> None:
+        theta = torch.cat([p.detach().double().flatten() for p in self.fitted_model.parameters()])
+        self.element_norms = self._layout.restricted((theta - self.prior_mean).square())
+
     def _add(self, run: JacobianPass, x: Inputs, y: Tensor, hessian_at: Callable[[Inputs], Tensor] | None) -> Tensor:
         likelihood = self.likelihood_function
         others = None if hessian_at is None else hessian_at(x)
@@ -447,6 +469,8 @@ class UnfactoredLaplace(BaseLaplace):
 
     def _elementwise(self, precision: Tensor) -> Tensor:
         """A precision for each element that has a posterior."""
+        if is_elementwise(self, precision):
+            return precision
         counts = torch.tensor(self.counts, device=precision.device)
         return precision.repeat_interleave(counts, output_size=sum(self.counts))
 
@@ -459,27 +483,36 @@ class UnfactoredLaplace(BaseLaplace):
         value, precision = self._penalty(log_precision, log_scale, square_norms), log_precision.exp()
         shares = self._curvature.shares(self._elementwise(precision), log_scale.exp())
         effective = torch.stack([part.sum() for part in shares.split(self.counts)])
-        return ops.KronEvidence(value, precision * square_norms - effective, effective)
+        slope = precision * square_norms - (shares if is_elementwise(self, precision) else effective)
+        return ops.KronEvidence(value, slope, effective)
 
     def _posterior(self, precision: Tensor, scale: Tensor) -> Posterior:
         return self._curvature.posterior(self._elementwise(precision), scale, self.fitted_model.dtype)
 
     def _curvature_state(self) -> dict[str, Any]:
         indices = None if self.subnetwork_indices is None else self.subnetwork_indices.clone()
-        return {"subnetwork_indices": indices, "curvature": self._curvature.total.clone() if self.n_data else None}
+        return {
+            "subnetwork_indices": indices,
+            "curvature": self._curvature.total.clone() if self.n_data else None,
+            "element_norms": self.element_norms.clone() if self.n_data else None,
+        }
 
     def _read(self, state: Mapping[str, Any], n_data: int) -> Callable[[], None]:
         given, here = state["subnetwork_indices"], self.subnetwork_indices
         if (given is None) != (here is None) or (given is not None and not torch.equal(given.cpu(), here.cpu())):
             raise ValueError("load_state_dict: subnetwork_indices of the state are others than here.")
-        curvature = None
+        curvature = norms = None
         if n_data:
+            norms = checked_tensor("element_norms", state["element_norms"], (self._layout.count,))
             curvature = self._no_curvature()
             curvature.total.copy_(checked_tensor("curvature", state["curvature"], curvature.total.shape))
 
         def take() -> None:
             self._lay_out()
-            self._curvature = curvature
+            self._curvature, self.element_norms = (
+                curvature,
+                None if norms is None else norms.to(self._device, copy=True),
+            )
             self._hold()
 
         return take

@@ -75,7 +75,8 @@ class KronLaplace(BaseLaplace):
             :mod:`ella_cuda.laplace.kronecker_sums` and :func:`ella_cuda.laplace.factors.by_parameter`.
         likelihood: "classification" (softmax over the outputs' last axis, integer labels of the other axes' shape), "regression" (Gaussian),
             "binary" (logits, targets 0 or 1), "poisson" (log rates, counts), each with targets of the outputs' shape, "heteroscedastic"
-            (Gaussians by natural parameters, outputs ``(N, 2K)``, targets ``(N, K)``), a name of :func:`register_likelihood`, or an object
+            (Gaussians by natural parameters, outputs ``(N, 2K)``, targets ``(N, K)``), "reward_modeling" (which of two rewards is the
+            better, outputs ``(N, 2)``, integer targets ``(N,)``), a name of :func:`register_likelihood`, or an object
             of a class with such a name. The log probability of a data point is the sum over its targets.
         prior_precision: a positive number, or one per trainable parameter tensor in ``model.named_parameters()`` order.
         sigma_noise: standard deviation of the Gaussian likelihood of a regression; must be 1 for others.
@@ -109,6 +110,8 @@ class KronLaplace(BaseLaplace):
             Kronecker product's eigenvalues (EKFAC): traces are those of the generalised Gauss-Newton matrix. :meth:`fit` then passes over the
             data twice, and as many float64 numbers as there are parameters are kept, with the eigenvectors; see
             :mod:`ella_cuda.laplace.eigenvalue_correction`.
+        enable_backprop: whether predictions have gradients in inputs that require one: then by Jacobians ``(N, K, P)`` of
+            :mod:`torch.func`, which need memory. The posterior is held.
         options: what the signature does not have, with the defaults of :class:`ella_cuda.laplace.base.LaplaceOptions`.
 
     Attributes:
@@ -116,7 +119,7 @@ class KronLaplace(BaseLaplace):
         n_params: entries of these tensors together.
         n_data: data points that ``fit`` saw; 0 before.
         n_outputs: entries of a data point's outputs, of the last batch; 0 before ``fit``.
-        likelihood_function: the :class:`Likelihood`. likelihood: its name.
+        likelihood_function: the :class:`Likelihood`.
 
     Raises:
         TypeError: model is no module, or layers have trainable parameters without a rule; one message names them,
@@ -429,6 +432,13 @@ class KronLaplace(BaseLaplace):
             raise FloatingPointError(
                 "fit: the log likelihood is not finite; the model's outputs or the targets contain inf or nan."
             )
+
+    @property
+    def H(self) -> KronPosterior:
+        """The curvature at sigma = 1, of all parameters, with the methods of a posterior's precision; ``to_matrix()`` is the matrix."""
+        self.fitted_model.require_fit()
+        nothing = torch.zeros(len(self.parameter_names), dtype=torch.float64, device=self._device)
+        return self._posterior(nothing, torch.ones_like(self.fitted_model.zero))
 
     @property
     def factors(self) -> dict[str, KroneckerFactor]:

@@ -486,6 +486,25 @@ class Classification(Likelihood):
         return column.masked_fill(~self._counted(targets)[..., None], 0.0)[None]
 
 
+@register_likelihood("reward_modeling")
+class RewardModeling(Classification):
+    """Preferences between two rewards, as Bradley and Terry's: in a fit outputs are ``(N, 2)`` for pairs of data points, and targets
+    ``(N,)`` the index of the better one. Predictions are of rewards: mean and covariance of the outputs, ``(N, 1)`` of single data points.
+
+    Source: laplace-torch, likelihood "reward_modeling"; Bradley and Terry, "Rank analysis of incomplete block designs", 1952.
+    """
+
+    has_classes = False
+    couples_outputs = False
+
+    def response(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def log_predictive(self, predictions: Any, targets: Tensor, sigma_noise: Tensor, n_samples: int = 100) -> Tensor:
+        mean, variance = (part.double() for part in predictions)
+        return super().log_predictive(softmax_probabilities("probit", mean, variance), targets, sigma_noise)
+
+
 class IndependentLikelihood(Likelihood):
     """Outputs' entries that are independent of each other: outputs of any shape ``(N, ...)``, a target for each. Subclass it, decorate it
     with :func:`register_likelihood`, and define :meth:`log_prob` and :meth:`second_derivative`; :meth:`check` looks at the targets' shape."""

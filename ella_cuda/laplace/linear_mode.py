@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ella_cuda.claim import claim
 from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, joined, kept, tensors_of
-from ella_cuda.laplace.evidence import Evidence, data_weight, present_terms, square_distances
+from ella_cuda.laplace.evidence import Evidence, data_weight, present_terms, require_of_tensors, square_distances
 from ella_cuda.laplace.factors import require_checksum, with_checksum
 from ella_cuda.laplace.last_layer import Features, batches_of_fit, with_features
 from ella_cuda.laplace.likelihoods import Regression
@@ -325,6 +325,7 @@ def solve(
 ) -> LinearMode:
     """The linearised network's mode at la's prior precisions and noise; arguments as of
     :meth:`ella_cuda.laplace.KronLaplace.fit_linear_mode`."""
+    require_of_tensors(la, la.prior_precision)
     tol = positive_number("fit_linear_mode: tol", tol)
     if tol >= 1:
         raise ValueError(f"fit_linear_mode: tol must be less than 1, got {tol!r}.")

@@ -24,12 +24,17 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     return choices[choices.index(value)]
 
 
+class NotANumberError(TypeError, ValueError):
+    """An argument is neither a number nor a tensor; laplace-torch raises ValueError."""
+
+
 def as_float64(name: str, value: Value, device: torch.device) -> Tensor:
-    """A float64 tensor on the device, still attached to the graph of what was given; TypeError where that is neither number nor tensor."""
+    """A float64 tensor on the device, still attached to the graph of what was given; NotANumberError where that is neither number nor
+    tensor."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's numbers are
-        raise TypeError(
+        raise NotANumberError(
             f"{name}: expected a number or a tensor, got {type(value).__name__}; of several make torch.tensor(...)."
         )
     return torch.tensor(float(value), dtype=torch.float64, device=device)
@@ -44,9 +49,9 @@ def check_positive(name: str, values: Sequence[float]) -> None:
 
 
 def number(name: str, value: Value) -> float:
-    """The value as a float; ValueError where it is not one number, TypeError where it is none."""
+    """The value as a float; ValueError where it is not one number, NotANumberError where it is none."""
     found = as_float64(name, value, torch.device("cpu"))
-    if found.numel() != 1:
+    if found.numel() != 1 or found.dim() > 1:
         raise ValueError(f"{name}: expected one number, got shape {tuple(found.shape)}.")
     return found.item() if isinstance(value, Tensor) else float(value)
 

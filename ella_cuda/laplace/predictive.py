@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ella_cuda.laplace import input_gradients
 from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, tensors_of
 from ella_cuda.laplace.evidence import Evidence, data_weight, linear_fit_of
 from ella_cuda.laplace.factors import Jacobian
@@ -36,10 +37,11 @@ class Predictive(Evidence):
     """Predictions of approximations with a Gaussian posterior over parameters: see :class:`ella_cuda.laplace.KronLaplace`."""
 
     _rules: Sequence[Rule]  # of the layers with a posterior
+    prior_precision_diag: Tensor
     predictive_prior_precision: Tensor | None
     _predictive_posterior: Posterior
     _ways: list[tuple[int, bool | Exception]]  # to derivatives along directions, see TangentModel
-    _predicting: tuple[list[nn.Module | nn.Parameter], RecordedPredictions] | None
+    _predicting: tuple[list[nn.Module | nn.Parameter], RecordedPredictions, list[int]] | None
 
     def __call__(
         self,
@@ -198,7 +200,9 @@ class Predictive(Evidence):
 
     @property
     def mean(self) -> Tensor:
-        """The parameters at the fit, ``(P,)``, in ``parameter_names`` order."""
+        """The parameters at the fit, ``(P,)``, in ``parameter_names`` order; before a fit the prior's mean, 0-dim or ``(P,)``."""
+        if not self.n_data:
+            return self.prior_mean
         self.fitted_model.require_unchanged()
         return torch.cat([p.detach().flatten() for p in self.fitted_model.parameters()])
 
@@ -207,16 +211,26 @@ class Predictive(Evidence):
         return self.mean + self.posterior_precision.sample(n_samples, generator)
 
     def square_norm(self, value: Tensor) -> Tensor:
-        """``(v - mean)^T P (v - mean)`` of parameters ``(..., P)``, float64."""
+        """``(v - mean)^T P (v - mean)`` of parameters ``(..., P)``, float64; before a fit P is the prior's precision."""
+        if not self.n_data:
+            return (self._checked_vector(value).double() - self.mean).square() @ self._prior_of_all()
         return self.posterior_precision.square_form(self._checked_vector(value) - self.mean)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """The posterior's log density at parameters ``(..., P)``, float64; without its normaliser if not ``normalized``."""
+        """The posterior's log density at parameters ``(..., P)``, float64; before a fit the prior's. Without its normaliser if not
+        ``normalized``."""
         exponent = -0.5 * self.square_norm(value)
         if not normalized:
             return exponent
-        precision = self.posterior_precision
-        return exponent + 0.5 * (precision.logdet() - precision.n_params * math.log(2 * math.pi))
+        determinant = self.posterior_precision.logdet() if self.n_data else self.prior_precision_diag.log().sum()
+        return exponent + 0.5 * (determinant - sum(self.counts) * math.log(2 * math.pi))
+
+    def _prior_of_all(self) -> Tensor:
+        """The prior's precision of each element ``(P,)``, zero where an element has no posterior."""
+        precision = self.prior_precision_diag
+        if self.free_elements is None:
+            return precision
+        return torch.zeros_like(self.free_elements).masked_scatter(self.free_elements.bool(), precision)
 
     def _checked_vector(self, value: Tensor, name: str = "value") -> Tensor:
         count = self.n_params
@@ -239,7 +253,7 @@ class Predictive(Evidence):
         """The outputs ``(N, ...)`` and their covariances under several posteriors of one curvature, for one pass through the network, which
         is recorded where it comes again. The network is taken to be that of the fit: ``fitted_model.require_unchanged()`` comes before."""
         with self.fitted_model.filling(), without_autocast(self.fitted_model.device.type):
-            passes = self._pass()
+            passes = self._pass(x)
             found = None if joint or not data_points(x) else self._of_features(x, posteriors, diagonal, passes)
             mean, *found = passes(x, posteriors, joint, diagonal) if found is None else found
         found = [v.to(mean.dtype) for v in found]
@@ -267,11 +281,13 @@ class Predictive(Evidence):
             found = None if layer is None else layer.features(x)
         return (self._tangent(form), x) if found is None else (layer.tangent(form), found[0])
 
-    def _pass(self) -> RecordedPredictions:
-        """The pass of all predictions of a fit, whose network is tried out once."""
+    def _pass(self, x: Inputs) -> RecordedPredictions:
+        """The pass of all predictions of a fit at inputs of as many axes, whose network is tried out once."""
+        dims = [t.dim() for t in tensors_of(x)]
         here = [*self.model.modules(), *self.model.parameters()]
         if (
             self._predicting is None
+            or self._predicting[2] != dims
             or len(self._predicting[0]) != len(here)
             or any(a is not b for a, b in zip(self._predicting[0], here, strict=True))
         ):
@@ -284,7 +300,7 @@ class Predictive(Evidence):
                 self.fitted_model.present_parameters(rules)
             shapes = self.posterior_precision.shapes
             run = JacobianPass(self.model, rules, shapes, self.memory_budget)
-            self._predicting = here, RecordedPredictions(run, self.fitted_model, _moments)
+            self._predicting = here, RecordedPredictions(run, self.fitted_model, _moments), dims
         passes = self._predicting[1]
         passes.run.memory_budget = self.memory_budget
         return passes
@@ -300,7 +316,12 @@ class Predictive(Evidence):
         at_once = max(SAMPLED // (each * mean.element_size()), 1)
         found = []
         filling, plain = self.fitted_model.filling(), without_autocast(mean.device.type)
-        with filling, at_test_time(self.model), in_plain_products(), plain, torch.no_grad():
+        with_graph = input_gradients.is_wanted(self, x)
+        if with_graph and pred_type == "glm":
+            outputs, jacobians = input_gradients.outputs_and_jacobians(self, x)
+            drawn = posterior.sample(n_samples, generator)
+            return outputs + (drawn @ jacobians.flatten(0, 1).mT).view(n_samples, *outputs.shape)
+        with filling, at_test_time(self.model), in_plain_products(), plain, torch.set_grad_enabled(with_graph):
             outputs = model_outputs(self.model, x)
 
             def function(values: dict[str, Tensor]) -> Tensor:
@@ -327,8 +348,10 @@ def moments(la: Predictive, x: Any, joint: bool = False, diagonal: bool = False)
     """The outputs' mean ``(N, ...)`` and covariance ``(N, K, K)``, variances ``(N, K)`` with ``diagonal``, or ``(N K, N K)`` with
     ``joint``; x as for a call."""
     la.fitted_model.require_unchanged()
-    posterior = la._predictive_posterior
-    mean, (covariance,) = la._moments_under(la.fitted_model.inputs(x), [posterior], joint, diagonal)
+    posterior, x = la._predictive_posterior, la.fitted_model.inputs(x)
+    if input_gradients.is_wanted(la, x):
+        return input_gradients.moments(la, x, posterior, joint, diagonal)
+    mean, (covariance,) = la._moments_under(x, [posterior], joint, diagonal)
     return mean, covariance
 
 

@@ -95,10 +95,10 @@ def push_by_gradients(function: Callable[[Values], Tensor], values: Values, dire
     return outputs, torch.autograd.grad(product, seed, retain_graph=True)[0]
 
 
-def has_forward_mode(function: Callable[[Values], Tensor], values: Values) -> bool:
+def has_forward_mode(function: Callable[[Values], Tensor], values: Values, rounding: float = 0.0) -> bool:
     """Whether derivatives are to be taken in forward mode; otherwise by two gradients. It is the way whose derivative J u along a random
     direction is the transpose of gradients: <J u, r> = <u, J^T r>, for a random r. Where only the forward mode differs, differences of
-    outputs say which of both is wrong.
+    outputs say which of both is wrong. ``rounding``: that of numbers inside of the function, if these are coarser.
 
     Raises:
         NotImplementedError: neither way is there, :class:`NoGradientError` where gradients are not either.
@@ -120,7 +120,7 @@ def has_forward_mode(function: Callable[[Values], Tensor], values: Values) -> bo
                 pulled = torch.autograd.grad(outputs, [*leaves.values()], r, materialize_grads=True)
             except Exception:  # whatever functions without this way raise
                 continue
-            rounding = max(map(rounding_of, (along, *values.values())))
+            rounding = max(rounding, *map(rounding_of, (along, *values.values())))
             wanted = torch.cat([(u[n] * g).double().flatten() for n, g in zip(u, pulled, strict=True)])
             agrees, known = not apart((along * r).double(), wanted, rounding), way is push
             if not known:

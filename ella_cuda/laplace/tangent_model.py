@@ -90,6 +90,8 @@ class TangentModel:
             self._replaced = ReplacedParameters(model, list(parameters), list(others))
             self._values = {name: p.detach().clone() for name, p in parameters.items()}
             self._constants = {name: tensor.detach().clone() for name, tensor in others.items()}
+        halves = [t for t in self._constants.values() if t.is_floating_point() and torch.finfo(t.dtype).bits < 32]
+        self._rounding = max(map(rounding_of, halves), default=0.0)  # of frozen parameters in reduced precision
         self.parameter_names = list(parameters)
         self.n_params = sum(p.numel() for p in self._values.values())
         self.device = next(iter(self._values.values())).device
@@ -180,7 +182,9 @@ class TangentModel:
             c = cotangent(outputs.detach(), along)
             pulled = self._pulled(outputs, leaves, c).double()
             of_outputs, of_parameters = along.double() * c, self._flat(directions) * pulled
-            if apart(of_outputs, of_parameters, GROSS * max(map(rounding_of, (along, *directions.values())))):
+            if apart(
+                of_outputs, of_parameters, GROSS * max(self._rounding, *map(rounding_of, (along, *directions.values())))
+            ):
                 raise self._blamed(
                     x, ArithmeticError("derivatives in forward mode and gradients do not belong together")
                 )
@@ -207,7 +211,9 @@ class TangentModel:
                 require_no_reentrant_checkpoint(self.model, x)
             before, drawn = [value._version for value in self._values.values()], generator_states(self.device)
             try:
-                found: bool | Exception = has_forward_mode(lambda values: self._run(some, values), self._values)
+                found: bool | Exception = has_forward_mode(
+                    lambda values: self._run(some, values), self._values, self._rounding
+                )
             except (NotImplementedError, ArithmeticError) as error:
                 found = self._blamed(some, error)
             for (name, value), version in zip(self._values.items(), before, strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ella_cuda.laplace.batches import kept, pair_on, require_loader
-from ella_cuda.laplace.evidence import Evidence, log_likelihood, log_scale, mean_at, set_values
+from ella_cuda.laplace.evidence import Evidence, log_likelihood, log_scale, mean_at, norms_at, set_values
 from ella_cuda.laplace.likelihoods import LINKS
 from ella_cuda.laplace.parameters import check_choice, number
 from ella_cuda.laplace.prior_structure import STRUCTURES
@@ -38,8 +38,10 @@ class Groups:
 
     def __init__(self, numbers: Sequence[int], device: torch.device) -> None:
         self.count, self._number = max(numbers) + 1, torch.tensor(numbers, device=device)
-        self._members = self._number == torch.arange(self.count, device=device)[:, None]
         self._alone = self.count == len(numbers)
+        self._members = (
+            self._number if self._alone else self._number == torch.arange(self.count, device=device)[:, None]
+        )
 
     def spread(self, values: Tensor) -> Tensor:
         """One value for each tensor from one for each group."""
@@ -68,7 +70,8 @@ def tempered_likelihood(la: Evidence, log_sigma: Tensor | None, at_mode: str = "
 
 def gradients(la: Evidence, groups: Groups, log_precision: Tensor, log_sigma: Tensor | None = None) -> list[Tensor]:
     """Those of the tempered evidence in the logarithms of the groups' precisions and, unless None, of sigma."""
-    terms = la._terms(groups.spread(log_precision), log_scale(la, log_sigma), la.square_norms)
+    spread = groups.spread(log_precision)
+    terms = la._terms(spread, log_scale(la, log_sigma), norms_at(la, spread))
     found = [-0.5 * groups.sums(terms.slope)]
     if log_sigma is not None:
         with torch.enable_grad():  # a user's likelihood may have any normaliser
@@ -287,7 +290,8 @@ def check_arguments(
     check_choice("link_approx", link_approx, LINKS)
     if prior_structure in ("diag", "diagonal"):
         raise ValueError(
-            f"prior_structure={prior_structure!r} has a precision for every parameter, here tensors have one: use 'layerwise'."
+            f"prior_structure={prior_structure!r} has a precision for every element, which FullLaplace and DiagLaplace learn by "
+            "method='marglik' at='network' alone: use 'layerwise'."
         )
     check_choice("prior_structure", prior_structure, STRUCTURES)
     if method == "gridsearch":

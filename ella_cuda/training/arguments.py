@@ -176,6 +176,7 @@ def parted(arguments: Mapping[str, Any]) -> tuple[Steps, PriorOptions, Curvature
     Raises:
         TypeError, ValueError: an argument is unknown, or of a wrong type or value.
     """
+    arguments = _without_laplace_torch_s(arguments)
     known = {name for group in GROUPS for name in group.__dataclass_fields__} | learner_arguments().keys()
     if unknown := arguments.keys() - known:
         raise TypeError(f"marglik_training: got an unexpected keyword argument {min(unknown)!r}.")
@@ -183,6 +184,25 @@ def parted(arguments: Mapping[str, Any]) -> tuple[Steps, PriorOptions, Curvature
         group(**{name: arguments[name] for name in group.__dataclass_fields__ if name in arguments}) for group in GROUPS
     )
     return *groups, {name: arguments[name] for name in learner_arguments() if name in arguments}
+
+
+def _without_laplace_torch_s(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without laplace-torch's ``hessian_structure``, ``temperature`` and ``backend``, of which one value each means something
+    here; ValueError where another is given."""
+    rest = dict(arguments)
+    structure, temperature = rest.pop("hessian_structure", "kron"), rest.pop("temperature", 1)
+    check_choice("marglik_training: hessian_structure", structure, ("kron", "ella_kron"))
+    if temperature != 1:
+        raise ValueError(
+            f"marglik_training: temperature must be 1, got {temperature!r}: steps and evidence are of the posterior itself. Set "
+            "la.temperature afterwards."
+        )
+    if (backend := rest.pop("backend", None)) is not None:
+        raise ValueError(
+            f"marglik_training: backend must be None, got {backend!r}: the curvature is this package's own. A sampled column, as of "
+            "laplace-torch's stochastic=True, is fisher='mc'."
+        )
+    return rest
 
 
 def signature(function: Callable[..., Any], returns: Any) -> inspect.Signature:

@@ -682,6 +682,7 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         column_tolerance: share of the output Hessian's trace that may be left out; see :class:`ella_cuda.laplace.KronLaplace`.
         dict_key_x: key of the model's input in batches that are mappings, where it is alone. dict_key_y: key of the targets there.
         ignore_index: label of positions that have no part in a classification's likelihood.
+        hessian_structure, temperature, backend: laplace-torch's, not in the signature: "kron", 1 and None, which change nothing.
         marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``, unless that is a
             :class:`ella_cuda.data.TensorLoader` that augments. Its first images are tried before the first step.
         n_data: N, where it is not what a pass over ``train_loader`` and one over ``marglik_loader`` both yield: some images are drawn

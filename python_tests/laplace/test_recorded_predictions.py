@@ -128,7 +128,7 @@ def test_nothing_inside_reads_a_number(graphs, joint, monkeypatch, replays):
     for scale in range(1, 5):
         la._moments_under(scale * x, [la.posterior_precision], joint)
     with load("counted_ops").Counted(refuse=True) as counted:
-        la._pass()(x, [la.posterior_precision], joint, False)
+        la._pass(x)(x, [la.posterior_precision], joint, False)
     assert len(replays) == 4 and counted.ops
 
 

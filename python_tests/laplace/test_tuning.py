@@ -408,9 +408,9 @@ def test_the_grid_samples_where_asked(how: dict[str, Any]) -> None:
     ("how", "words"),
     [
         ({"method": "adam"}, "method must be one of 'marglik', 'mackay', 'gridsearch', 'loo', got 'adam'"),
-        ({"prior_structure": "diag"}, "prior_structure='diag' has a precision for every parameter"),
+        ({"prior_structure": "diag"}, "prior_structure='diag' has a precision for every element"),
         ({"method": "gridsearch", "prior_structure": "scalar"}, "needs val_loader"),
-        ({"method": "gridsearch", "val_loader": [1]}, "prior_structure='scalar'"),
+        ({"method": "gridsearch", "val_loader": [1], "prior_structure": "layerwise"}, "pass prior_structure='scalar'"),
         ({"prior_structure": "groups"}, "prior_structure must be one of 'layerwise', 'module', 'normalised', 'scalar'"),
         ({"method": "gridsearch", "prior_structure": "scalar", "val_loader": []}, "val_loader gave no data"),
         ({"n_steps": 0}, "n_steps must be a positive integer, got 0"),

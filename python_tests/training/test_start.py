@@ -119,7 +119,7 @@ def test_outputs_that_are_no_matrix():
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [
-        ({"x": X, "y": Y}, TypeError, r"marglik_training \(marglik_loader\): .*pairs of tensors \(x, y\), got dict"),
+        ({"x": X, "y": Y}, KeyError, r"marglik_training \(marglik_loader\): .*pairs of tensors \(x, y\), got dict"),
         ((X, Y.float()), TypeError, "expected integer class indices"),
         ((X, Y + 1), ValueError, r"labels must lie in 0\.\.2"),
         ((X[:0], Y[:0]), ValueError, "marglik_loader yielded no data"),

@@ -472,3 +472,18 @@ def test_the_function_has_the_trainer_s_arguments_and_explains_each():
         small_trainer(epochs=3)
     explained = marglik_training.__doc__.split("Args:")[1].split("Returns:")[0]
     assert [name for name in of_function.parameters if not re.search(rf"^ +(.*\. )?{name}: ", explained, re.M)] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"hessian_structure": "full"}, "marglik_training: hessian_structure must be one of 'kron', 'ella_kron', got 'full'"),
+        ({"temperature": 0.5}, r"marglik_training: temperature must be 1, got 0\.5.*la\.temperature"),
+        ({"backend": KronLaplace}, r"marglik_training: backend must be None, got .*KronLaplace.*fisher='mc'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_of_laplace_torch_change_nothing_or_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        small_trainer(**given)
+    small_trainer(hessian_structure="kron", temperature=1.0, backend=None)

@@ -355,13 +355,14 @@ class BaseLaplace(Predictive):
             raise ValueError(
                 "fit: the loader gave no data; an iterator is consumed once: pass a re-iterable loader such as a DataLoader."
             )
-        for rule, calls in sums.calls.items():
-            if not calls:
-                raise ValueError(
-                    f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) "
-                    "if the model does not use it. If another module uses its parameters directly, register a rule for "
-                    "that module."
-                )
+        called = {id(p) for rule, calls in sums.calls.items() if calls for p in rule.parameters().values()}
+        never = [r for r in sums.calls if not called >= {id(r.parameters()[name]) for name in r.trainable}]
+        if never:
+            raise ValueError(
+                "fit: freeze with requires_grad_(False) what the model does not use, or register a rule for the module that uses the "
+                "parameters directly:"
+                + "".join(f"\n- {rule.label} has trainable parameters but was never called" for rule in never)
+            )
 
     def _end(self, sums: FitSums) -> None:
         """Be fitted with these sums and the curvature that the pass has left."""

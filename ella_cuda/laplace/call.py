@@ -23,11 +23,13 @@ class Place(NamedTuple):
         axis: that they are along, 0 or 1.
         folded: positions of a data point that follow each other there: the axis has the data points in front, the positions behind.
         copies: of a data point that follow each other there, in front of the positions, see :mod:`ella_cuda.laplace.copies`.
+        channels_last: whether the layer's channels, which it has behind the batch, are behind the folded positions.
     """
 
     axis: int = 0
     folded: int = 1
     copies: int = 1
+    channels_last: bool = False
 
     @property
     def rows(self) -> int:
@@ -38,7 +40,8 @@ class Place(NamedTuple):
 def batch_first(tensor: Tensor, place: Place, ahead: int = 0) -> Tensor:
     """The tensor with the data points along the first axis behind ``ahead`` others."""
     if place.folded > 1:
-        return tensor.unflatten(ahead, (-1, place.folded))
+        apart = tensor.unflatten(ahead, (-1, place.folded))
+        return apart.movedim(ahead + 1, -1) if place.channels_last else apart
     return tensor.transpose(ahead, ahead + 1) if place.axis else tensor
 
 

@@ -53,6 +53,8 @@ class Findings:
     Attributes:
         places: where the images are in each of a layer's calls, of every rule whose layer was called.
         by_function: the rules of linear layers that are never called, whose weight :func:`torch.nn.functional.linear` uses.
+        shared: the rules of layers whose outputs have no batch axis, such as embeddings of positions: all data points share them.
+        outside: by rule, parameters without an input side that are used outside of the layer's calls too.
         batched: whether several columns may go back at once, by ``torch.func.vmap``.
         image_bytes: of all layers' outputs of an image.
     """
@@ -61,6 +63,8 @@ class Findings:
     by_function: frozenset[Rule]
     batched: bool
     image_bytes: int = 0
+    shared: frozenset[Rule] = frozenset()
+    outside: Mapping[Rule, frozenset[str]] = dataclasses.field(default_factory=dict)
 
     def numbered(self, rules: Sequence[Rule]) -> Findings:
         """These findings with the rules' numbers in their place, to be kept as long as other rules of the same layers may come."""
@@ -72,10 +76,11 @@ class Findings:
         return self._with(dict(enumerate(rules)))
 
     def _with(self, others: Mapping[Any, Any]) -> Findings:
-        places = {others[rule]: found for rule, found in self.places.items()}
-        return dataclasses.replace(
-            self, places=places, by_function=frozenset(others[rule] for rule in self.by_function)
-        )
+        def of(rules: Iterable[Any]) -> frozenset[Any]:
+            return frozenset(others[rule] for rule in rules)
+
+        places, outside = ({others[rule]: v for rule, v in d.items()} for d in (self.places, self.outside))
+        return Findings(places, of(self.by_function), self.batched, self.image_bytes, of(self.shared), outside)
 
 
 class _Call:
@@ -127,9 +132,9 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
         two, of_two, calls, outputs = _two_and_three(model, known, x)
         if generator_states(device) != before:
             require_one_function(model, _images(x, 2), drew=True)
-        places = _places(known, two, calls, copies)
+        places, shared = _places(known, two, calls, copies)
         by_function = frozenset(known[call.module] for call in calls if call.by_function)
-        _require_own_parameters(known, parameters, calls, outputs)
+        outside = _outside(known, parameters, calls, outputs)
         tensors = [call for call in calls if isinstance(call.out, Tensor)]
         found = [call for call in tensors if call.out.requires_grad]
         if len(found) < len(tensors):
@@ -140,7 +145,7 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
                 raise ValueError(
                     "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
                 )
-            return Findings(places, by_function, True, image_bytes)
+            return Findings(places, by_function, True, image_bytes, shared, outside)
         direction = LARGE * _directions(outputs)[0]
         for image in (0, 1):  # the second alone stays where it is when images are put in reverse
             # Larger than those of a fit, so that hooks that clip gradients do.
@@ -159,7 +164,7 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
             UserWarning,
             stacklevel=5,
         )
-    return Findings(places, by_function, reason is None, image_bytes)
+    return Findings(places, by_function, reason is None, image_bytes, shared, outside)
 
 
 def require_rows_of_their_own(model: nn.Module, x: Inputs, alone: Tensor, rows: Tensor, outputs: Tensor) -> None:
@@ -211,8 +216,8 @@ def _two_and_three(
 def linear_functions(
     layers: Iterable[nn.Module], take: Callable[[nn.Module, Tensor, Tensor], Tensor], running: Sequence[nn.Module]
 ) -> FunctionMode:
-    """While the mode is on, calls of :func:`torch.nn.functional.linear` with the weight and the bias of one of these layers are handed on,
-    unless the layer's own forward makes them.
+    """While the mode is on, calls of :func:`torch.nn.functional.linear` with the weight of one of these layers are handed on, unless the
+    layer's own forward makes them. Another bias than the layer's is added behind what is handed on.
 
     Args:
         layers: of :class:`torch.nn.Linear`.
@@ -228,9 +233,12 @@ def linear_functions(
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         layer = by_weight.get(id(given["weight"]))
         its_own = any(getattr(module, "weight", None) is given["weight"] for module in running)  # or of who shares it
-        if layer is None or given.get("bias") is not layer.bias or its_own:
+        if layer is None or its_own:
             return out
-        return take(layer, given["input"], out)
+        x, bias = given["input"], given.get("bias")
+        if bias is None or bias is layer.bias:
+            return take(layer, x, out)
+        return take(layer, x, F.linear(x, layer.weight)) + bias
 
     return FunctionMode(handle)
 
@@ -270,16 +278,20 @@ def _run(model: nn.Module, modules: Iterable[nn.Module], few: Inputs) -> tuple[l
 
     linear = [module for module in modules if type(module) is nn.Linear]
     with hooks(modules, begin, end, prepend=True, with_kwargs=True), linear_functions(linear, by_function, running):
-        return calls, run_model(model, few)
+        outputs = run_model(model, few)
+    called = {call.module for call in calls if not call.by_function}  # of both, only calls of the layer are its own
+    return [call for call in calls if not (call.by_function and call.module in called)], outputs
 
 
 def _places(
     known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_Call], copies: int
-) -> dict[Rule, tuple[Place, ...]]:
+) -> tuple[dict[Rule, tuple[Place, ...]], frozenset[Rule]]:
     """Where the images are in the outputs of the layers' calls: along the axis that is 2 in the one and 3 in the other, or these numbers
-    times that of positions, all of it times that of copies. Set in the calls too.
+    times that of positions, all of it times that of copies. Set in the calls too. Beside these, the rules whose layers' outputs have no
+    such axis.
     """
     places: dict[Rule, tuple[Place, ...]] = {}
+    without: dict[Rule, list[tuple[_Call, _Call]]] = {}
     of_three = {module: iter([call for call in three if call.module is module]) for module in known}
     for call in two:
         other = next(of_three[call.module], None)
@@ -295,14 +307,11 @@ def _places(
         elif 1 in along and len(shape) > 2 and _treats_alike(call, Place(1)):
             place = Place(1, 1, copies)
         elif each > copies and not each % copies and (shape[0], other.shape[0]) == (2 * each, 3 * each):
-            folded = Place(0, each // copies, copies)
-            place = folded if _treats_alike(call, folded) else None
+            folded = (Place(0, each // copies, copies, last) for last in (False, True))
+            place = next((there for there in folded if _treats_alike(call, there)), None)
         if place is None and shape == other.shape:
-            raise ValueError(
-                f"{rule.label}: its output has the shape {tuple(shape)} whatever the number of data points, so that the gradients of single "
-                "ones are not there. Expand its input, as torch.arange(T).expand(N, -1) for embeddings of T positions, or freeze the layer "
-                "with requires_grad_(False)."
-            )
+            without.setdefault(rule, []).append((call, other))
+            continue
         if place is None:
             raise ValueError(
                 f"{rule.label}: expected an output with the batch in front, (N, ...), got {tuple(shape)} for N = 2 and {tuple(other.shape)} "
@@ -311,7 +320,45 @@ def _places(
             )
         other.place = place
         places[rule] = (*places.get(rule, ()), place)
-    return places
+    counts = [collections.Counter(call.module for call in calls) for calls in (two, three)]
+    alone = {rule for rule in without if rule not in places and counts[0][rule.module] == counts[1][rule.module]}
+    refused = {
+        rule: calls
+        for rule, calls in without.items()
+        if rule not in alone or not all(_is_shared(rule, *c) for c in calls)
+    }
+    if refused:
+        shapes = [f"- {rule.label}: {tuple(calls[0][0].shape)}" for rule, calls in refused.items()]
+        raise ValueError(
+            "fit: expand the inputs of these layers along the batch, as torch.arange(T).expand(N, -1) for embeddings of T positions (the "
+            "argument position_ids of transformers' networks), or freeze them with requires_grad_(False). Their outputs have these shapes "
+            "whatever the number of data points, so that they are all data points' at once, and their inputs are not, or their weights are "
+            "those of other layers too:\n" + "\n".join(shapes)
+        )
+    return places, frozenset(without)
+
+
+def led(tensor: Tensor, count: int, out: torch.Size) -> Tensor:
+    """The argument or output of a call without a batch axis, whose output has this shape, for so many data points: along the first axis where
+    that has length one."""
+    one = tensor.shape[:1] == out[:1] == (1,)
+    return (tensor if one else tensor[None]).expand(count, *(tensor.shape[1:] if one else tensor.shape))
+
+
+def _is_shared(rule: Rule, call: _Call, other: _Call) -> bool:
+    """Whether a layer's call is the same one for all data points, and the layer takes these as a batch."""
+    of_others = rule.tied or rule.lent or rule.inner_modules() or call.by_function
+    based = any((shape.input_basis or shape.output_basis) is not None for shape in rule.shapes().values())
+    same = _all_alike(call.inputs, other.inputs)
+    if of_others or based or not same:
+        return False
+    with torch.no_grad():
+        inputs = [t.detach() for t in call.inputs]
+        try:
+            out, again = call.module.forward(*inputs), call.module.forward(*(led(t, 2, call.shape) for t in inputs))
+        except Exception:  # whatever a layer raises of an input of another shape
+            return False
+    return alike(again, led(out, 2, call.shape))
 
 
 def _treats_alike(call: _Call, place: Place) -> bool:
@@ -329,17 +376,17 @@ def _treats_alike(call: _Call, place: Place) -> bool:
     return again.shape == expected.shape and alike(again, expected)
 
 
-def _require_own_parameters(
+def _outside(
     known: dict[nn.Module, Rule],
     parameters: dict[Rule, dict[str, nn.Parameter]],
     calls: Sequence[_Call],
     outputs: Tensor,
-) -> None:
-    """ValueError where a layer was called with something else in its parameter's place, or the graph reaches the parameter by another way
-    than through the calls of layers that have it."""
+) -> dict[Rule, frozenset[str]]:
+    """By rule, the parameters that the graph reaches by another way than through the calls of layers that have them. ValueError where one of
+    these has an input side or is another layer's too, or where a layer was called with something else in its parameter's place."""
     everywhere = leaf_uses(outputs.grad_fn)
-    called = {call.module for call in calls if not call.by_function}
     own: collections.Counter[int] = collections.Counter()
+    absent: dict[Rule, set[str]] = {}
     for call in calls:
         rule = known[call.module]
         for name, parameter in parameters[rule].items():
@@ -349,18 +396,28 @@ def _require_own_parameters(
                     "torch.func.functional_call does: the curvature of what the parameter goes through first is no Kronecker product. "
                     "Call the layer with its own parameter, or freeze it."
                 )
-        if call.by_function and call.module in called:
-            continue  # of both, only calls of the layer are its own
-        mine = {id(parameter) for parameter in parameters[rule].values()}
-        own.update({leaf: count for leaf, count in leaf_uses(call.node, call.nodes).items() if leaf in mine})
+        mine, uses = {id(parameter) for parameter in parameters[rule].values()}, leaf_uses(call.node, call.nodes)
+        own.update({leaf: count for leaf, count in uses.items() if leaf in mine})
+        if call.by_function:  # maybe with another bias than the layer's
+            absent.setdefault(rule, set()).update(n for n in rule.trainable if not uses[id(parameters[rule][n])])
+    found, refused = {}, []
     for rule, its_own in parameters.items():
-        for name, parameter in its_own.items():
-            if everywhere[id(parameter)] > own[id(parameter)]:
-                raise ValueError(
-                    f"{rule.label}: its parameter {name!r} is used outside of the layer's call too, by a function such as "
-                    "torch.nn.functional.linear, where no rule sees it. Call a layer that has the parameter too, such as nn.Linear with its "
-                    "weight set to this one, or freeze it with requires_grad_(False)."
-                )
+        names = {name for name in rule.trainable if everywhere[id(its_own[name])] > own[id(its_own[name])]}
+        names |= absent.get(rule, set())
+        shapes, of_others = rule.shapes(), rule.tied.keys() | rule.lent
+        served = {n for n in names if shapes[n].constant_input and n not in of_others}
+        found |= {rule: frozenset(served)} if served and not rule.inner_modules() else {}
+        refused += [
+            f"\n- {rule.label}: its parameter {name!r} is used outside of the layer's call too"
+            for name in sorted(names - found.get(rule, frozenset()))
+        ]
+    if refused:
+        raise ValueError(
+            "fit: call a layer that has the parameter too, such as nn.Linear with its weight set to this one, in the place of a function "
+            "such as torch.nn.functional.linear, where no rule sees it, or freeze it with requires_grad_(False):"
+            + "".join(refused)
+        )
+    return found
 
 
 def leaf_uses(end: Node | None, beginnings: Iterable[Node | None] = ()) -> collections.Counter[int]:

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, run_model, take, tensors_of
 from ella_cuda.laplace.call import Call, Place, batch_first
 from ella_cuda.laplace.check_extensions import check_rules
-from ella_cuda.laplace.check_model import outputs_apart, probe, require_rows_of_their_own
+from ella_cuda.laplace.check_model import Findings, outputs_apart, probe, require_rows_of_their_own
 from ella_cuda.laplace.column_functions import (
     Before,
     ConstantScale,
@@ -234,6 +234,7 @@ class CurvaturePass(LayerPass):
         self.all_rules = [*rules]
         others = [rule for rule in rules if not rule.sees_calls()]
         self.per_example = PerExampleGradients(model, others) if others else None
+        self._others = others
         self.calls = {rule: 0 for rule in self.rules}
         self._calls: list[Call] = []  # of the last forward pass
         # Who is told what stands before its input, and the input's node.
@@ -264,7 +265,7 @@ class CurvaturePass(LayerPass):
             findings[key] = self.findings.numbered(self.rules), together
         else:
             numbered, together = findings[key]
-            self.findings = numbered.of(self.rules)
+            self._settle(numbered.of(self.rules))
             if self.per_example is not None:
                 self.per_example.together = together
         self._compared = not tried
@@ -287,10 +288,20 @@ class CurvaturePass(LayerPass):
                     "parameters of the layer and of those in front of it."
                 ) from error
             check_rules(self.model, self.rules, few, found.places)
+            self._settle(dataclasses.replace(found, image_bytes=found.image_bytes * self.copies // copies))
             if self.per_example is not None:
                 with in_plain_products():
                     self.per_example.try_out(few)
-        self.findings = dataclasses.replace(found, image_bytes=found.image_bytes * self.copies // copies)
+
+    def _settle(self, findings: Findings) -> None:
+        """Be of what a trial of the network found."""
+        self.findings = findings
+        for rule in self.rules:
+            rule.outside = findings.outside.get(rule, frozenset())
+            if rule.factors:  # before the weight's rows are in a side that both have
+                rule.separate_outputs({rule.full_name(name) for name in rule.outside})
+        if findings.shared or findings.outside:
+            self.per_example = PerExampleGradients(self.model, self._others, findings)
 
     def images_at_once(self, count: int) -> int:
         """Of ``count``, how many images go through the network together, after :meth:`try_out`: as many as have layers' outputs, of which
@@ -398,7 +409,8 @@ class CurvaturePass(LayerPass):
         if self.per_example is not None:
             with in_plain_products():
                 each = max(self.column_bytes, bytes_each(columns))
-                self.per_example.add(x, columns, each, self.memory_budget, self.consumer.add_per_example, most)
+                self.per_example.add(x, columns, each, self.memory_budget, self.consumer, most)
+            self.calls.update({rule: self.calls[rule] + 1 for rule in self.per_example.shared})
 
     def add_chunks(self, chunks: Sequence[Chunk], columns: Columns | Tensor) -> None:
         """:meth:`forward` and :meth:`backward` of data points whose copies come in chunks: both sides accumulate.
@@ -435,7 +447,7 @@ class CurvaturePass(LayerPass):
     def backward(self, outputs: Tensor, columns: Columns | Tensor, passes: int = 0) -> int:
         """Send the columns back from the outputs, as many at once as the budget allows, or in so many passes; output sides accumulate.
         Returns the number of passes."""
-        if not self.rules:
+        if set(self.rules) <= self.findings.shared:
             return 0
         if not self._calls:
             raise ValueError("fit: no layer with trainable parameters was called in the model's forward.")

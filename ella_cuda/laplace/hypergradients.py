@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -185,7 +185,7 @@ def _summed_over(
             at_test_time(la.model),
             requiring_grad(parameters, False),
             requiring_grad(learnt, True),
-            run.run.layers(),
+            run.hooks,
             without_autocast(data_weight(la).device.type),
         ):
             gradients = DataFitGradient(la.model)
@@ -317,12 +317,13 @@ class _Passes:
         self.la, self.columns, self.generator = la, columns, generator
         self.rules = la.fitted_model.present_rules()
         _require_served(self.rules)
-        others = [rule for rule in self.rules if not rule.sees_calls()]
-        self.per_example = PerExampleGradients(la.model, others) if others else None
-        self._layers = [rule for rule in self.rules if rule not in others]
+        self._others = [rule for rule in self.rules if not rule.sees_calls()]
+        self.per_example = PerExampleGradients(la.model, self._others) if self._others else None
+        self._layers = [rule for rule in self.rules if rule not in self._others]
         self._allocate()
         self.terms = EvidenceTerms()
         self.run = GraphPass(la.model, self._layers, self.terms)
+        self.hooks = ExitStack()  # entered by the caller; those of the pass come with what the trial finds
         self.chain = None
         if augment_of(la.model) is not None and all(name.startswith("augment.") for name in wanted):
             chain = chain_of_average(la.model)
@@ -406,10 +407,15 @@ class _Passes:
         own = {id(p): p for rule in self.rules for name, p in rule.parameters().items() if name in rule.trainable}
         with requiring_grad(list(own.values()), True):  # as in training
             found = probe(self.la.model, self._layers, x, several=False, copies=copies)
+            for rule in self._layers:
+                rule.outside = found.outside.get(rule, frozenset())
+            if found.shared or found.outside:
+                self.per_example = PerExampleGradients(self.la.model, self._others, found)
             if self.per_example is not None:
                 with in_plain_products():
                     self.per_example.try_out(x)
         self.run.findings = found
+        self.hooks.enter_context(self.run.layers())
         self._image_bytes = max(found.image_bytes * copies_of(self.la.model) // copies, 1)
 
     def value(self, x: Inputs, y: Tensor) -> Tensor:
@@ -425,12 +431,12 @@ class _Passes:
     def _of_single_points(self, x: Inputs, back: Tensor, keep: bool) -> dict[str, Tensor]:
         """The gradients that no layer's rule takes, in the graph if ``keep``."""
         with in_plain_products():
-            return {} if self.per_example is None else self.per_example.gradients(x, back, keep)
+            return {} if self.per_example is None else self.per_example.gradients(x, back, keep, at_outputs=True)
 
     def _add_per_example(self, found: Mapping[str, Tensor]) -> None:
-        for rule in [] if self.per_example is None else self.per_example.rules:
-            for name in rule.trainable:
-                self.terms.add_per_example(rule, name, found[rule.full_name(name)], data_too=True)
+        if self.per_example is not None:
+            self.per_example.begin(self.terms, next(iter(found.values())).shape[1])
+            self.per_example.hand_on(self.terms, found, data_too=True)
 
     def _by_chunks(self, gradients: DataFitGradient, chunks: Sequence[Chunk], y: Tensor) -> None:
         """Add the gradient of :meth:`value`, a function of sums over copies: the averaged outputs, and what rules get of a layer's call. The
@@ -775,7 +781,13 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precisio
     parameters = [p for p in la.model.parameters() if p.requires_grad]
     with at_test_time(la.model):
         with _in_words(x, dtype):
-            run.findings = probe(la.model, rules, x, several=False)
+            run.findings = found = probe(la.model, rules, x, several=False)
+            if found.shared or found.outside:
+                rule = next(iter(found.shared or found.outside))
+                raise ValueError(
+                    f"exact_log_marginal_likelihood: {rule.label} has parameters that are used outside of calls of single data points; use "
+                    "KronLaplace.fit, or freeze them."
+                )
         with hooks(la.model.modules(), before=_require_no_checkpoint), requiring_grad(parameters, False), run.layers():
             with _in_words(x, dtype), torch.enable_grad():
                 outputs = run.forward(x)

@@ -200,7 +200,7 @@ class KroneckerSums(Consumer):
         self._waiting.launch()
 
     def add_per_example(self, rule: Rule, name: str, gradients: Tensor, data_too: bool) -> None:
-        """Take gradients of single data points, see :meth:`ella_cuda.laplace.rules.PerExampleRule.rows`."""
+        """Take gradients of single data points, see :meth:`ella_cuda.laplace.Rule.rows`."""
         for side, rows in zip(("input", "output"), rule.rows(name, gradients, data_too), strict=True):
             if rows is not None:
                 self.add(rule.factors[name], side, rows)

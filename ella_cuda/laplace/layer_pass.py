@@ -70,11 +70,11 @@ class LayerPass(ABC):
             for rule in self.rules
             if rule.inner_modules()
         }
-        by_function = self.findings.by_function
+        by_function, others = self.findings.by_function, self.findings.by_function | self.findings.shared
         with ExitStack() as stack:
             # A hook comes first: a user's own then sees, and may change, what comes after the layer.
             for rule in self.rules:
-                if rule not in inside and rule not in by_function:
+                if rule not in inside and rule not in others:
                     hook = self._hook(rule)
                     stack.enter_context(hooks([rule.module], after=hook, prepend=True, with_kwargs=True))
             for rule, make in inside.items():

@@ -48,11 +48,18 @@ class Tied(nn.Module):
         return self.last(h)
 
 
-@pytest.mark.parametrize("how", ["before", "after", "bias", "added", "in place"])
+@pytest.mark.parametrize("how", ["before", "after", "added", "in place"])
 def test_a_parameter_used_outside_of_its_layer_is_refused(how):
-    name = "bias" if how == "bias" else "weight"
-    with pytest.raises(ValueError, match=rf"layer 'layer' \(Linear\): its parameter '{name}' is used outside"):
+    with pytest.raises(ValueError, match=r"layer 'layer' \(Linear\): its parameter 'weight' is used outside"):
         KronLaplace(Tied(how).double()).fit([labelled(3)])
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_a_bias_used_outside_of_its_layer_has_its_exact_block(approximation, dense_ggn):
+    model, (x, y) = Tied("bias").double(), labelled(3)
+    la, dense = KronLaplace(model, approximation=approximation).fit([(x, y)]), dense_ggn(model, x, y)
+    for name in ("layer.bias", "last.bias"):
+        torch.testing.assert_close(la.factors[name].to_dense()[0], dense[name])
 
 
 @pytest.mark.parametrize("how", ["none", "constant", "aside"])

@@ -92,6 +92,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "vit": (vit, 16),
     "swin": (swin, 32),
     "swin, shifted": (lambda: swin(depth=2), 32),
+    "swin v2": (lambda: swin(models.swin_transformer.SwinTransformerBlockV2), 32),
     "U-Net": (unet, 8),
 }
 
@@ -140,16 +141,6 @@ def test_every_parameter_has_its_block_and_the_exact_ones_are_right(network):
             torch.testing.assert_close(found[0], expected, rtol=1e-7, atol=1e-12)
 
 
-def test_biases_of_positions_that_a_network_computes_are_refused_with_what_to_do():
-    model = at_test_time(lambda: swin(models.swin_transformer.SwinTransformerBlockV2))
-    x, y = torch.randn(IMAGES, 3, 32, 32, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
-    with pytest.raises(ValueError, match=r"'features.1.0.attn.cpb_mlp.0'.*whatever the number of data points.*freeze"):
-        KronLaplace(model, unknown="freeze").fit([(x, y)])
-    for name, p in model.named_parameters():
-        p.requires_grad_(".attn." not in name)
-    assert KronLaplace(model).fit([(x, y)]).log_marginal_likelihood().isfinite()
-
-
 def test_a_recurrent_classifier_is_refused_or_served_as_it_says():
     def build() -> nn.Module:
         layers = {"lstm": nn.LSTM(3, 4, batch_first=True), "head": nn.Linear(4, CLASSES)}
@@ -157,6 +148,6 @@ def test_a_recurrent_classifier_is_refused_or_served_as_it_says():
 
     model = at_test_time(build)
     x, y = torch.randn(IMAGES, 5, 3, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
-    with pytest.raises(TypeError, match=r"'lstm' \(LSTM\)"):
+    with pytest.raises(TypeError, match=r"'lstm' \(\S+LSTM\)"):
         KronLaplace(model)
     assert KronLaplace(model, unknown="freeze").fit([(x, y)]).parameter_names[-2:] == ["head.weight", "head.bias"]

@@ -5,7 +5,7 @@ from ella_cuda.laplace.rules.base import Rule, register, rule_for
 from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule, StridedCircularConv2dRule
 from ella_cuda.laplace.rules.conv_nd import ConvNdRule, ConvTransposeRule, GroupFilter2dRule
 from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
-from ella_cuda.laplace.rules.linear import BilinearRule, EmbeddingBagRule, EmbeddingRule, LinearRule
+from ella_cuda.laplace.rules.linear import BilinearRule, Conv1DRule, EmbeddingBagRule, EmbeddingRule, LinearRule
 from ella_cuda.laplace.rules.network import UNKNOWN, PerExampleRule, restricted, rules_for
 from ella_cuda.laplace.rules.norm import (
     BatchNormRule,
@@ -20,6 +20,7 @@ __all__ = [
     "UNKNOWN",
     "BatchNormRule",
     "BilinearRule",
+    "Conv1DRule",
     "Conv2dRule",
     "ConvNdRule",
     "ConvTransposeRule",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
@@ -15,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import FactorShape, Jacobian, KroneckerFactor
-from ella_cuda.laplace.rows import Rows
+from ella_cuda.laplace.rows import Dense, Rows
 from ella_cuda.laplace.rules.recorded import AddsToMoments, complete, promises
 from ella_cuda.laplace.second_moment import SecondMoment
 
@@ -48,6 +50,7 @@ class Rule(AddsToMoments, ABC):
         factors: parameter name (inside the layer) -> :class:`KroneckerFactor`, for the trainable parameters only.
         tied: parameters of the layer whose factor is that of another layer that has them too: name -> (its rule, the name there).
         lent: parameters of the layer that others have in their ``tied``.
+        outside: parameters of the layer that are used outside of its calls too; set by a trial of the network.
         copies: of each data point, that methods which add to moments see; 1 unless the network averages over copies.
 
     Raises:
@@ -72,6 +75,7 @@ class Rule(AddsToMoments, ABC):
         self.factors: dict[str, KroneckerFactor] = {}
         self.tied: dict[str, tuple[Rule, str]] = {}
         self.lent: set[str] = set()
+        self.outside: frozenset[str] = frozenset()
         self.trainable = tuple(n for n, p in self.parameters().items() if p.requires_grad)
         known = self.shapes()
         self.require_known([parameter for parameter in self.trainable if parameter not in known])
@@ -177,9 +181,14 @@ class Rule(AddsToMoments, ABC):
         if unknown:
             raise self.unknown_to_it(unknown)
 
+    def rows(self, name: str, gradients: Tensor, data_too: bool) -> tuple[Rows | None, Rows | None]:
+        """Rows of both sides of the factor of a parameter without an input side, from the gradients of K columns of N data points,
+        ``(K, N, *parameter.shape)``; ``data_too``: whether columns are the last of these data points."""
+        return None, Dense(gradients.reshape(-1, 1, 1, gradients[0, 0].numel()))
+
     def touched(self, kept: Any) -> dict[str, range | None]:
         """Parameters that took part in a call, each with the blocks of its factor that did; None is all of them."""
-        return dict.fromkeys(self.trainable)
+        return dict.fromkeys(name for name in self.trainable if name not in self.outside)
 
     def shares_outputs(self) -> dict[str, str]:
         """Parameters whose output side is another one's: name -> that one's name. Both trainable."""
@@ -259,6 +268,7 @@ _REMOVALS = {
 
 RuleType = TypeVar("RuleType", bound=type[Rule])
 _RULES: dict[type[nn.Module], type[Rule]] = {}
+_BY_NAME: dict[str, type[Rule]] = {}  # of classes of libraries that may not be there
 
 # What a subclass may define anew without changing what the layer computes.
 _HARMLESS = {"__init__", "__repr__", "extra_repr", "reset_parameters", "__constants__"}
@@ -299,6 +309,16 @@ def register(module_class: type[nn.Module]) -> Callable[[RuleType], RuleType]:
     return decorate
 
 
+def register_by_name(name: str) -> Callable[[RuleType], RuleType]:
+    """Class decorator: :func:`register`, for a class that is not imported here, by its module and name."""
+
+    def decorate(rule: RuleType) -> RuleType:
+        _BY_NAME[name] = rule
+        return rule
+
+    return decorate
+
+
 def rule_for(module: nn.Module, name: str, resolution: str = "shared", approximation: str = "expand") -> Rule:
     """The rule of a layer with trainable parameters.
 
@@ -306,18 +326,19 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared", approxima
         TypeError: no rule is registered for its class; the message names the layer, the reason and ``ella_cuda.laplace.register``.
         ValueError: the rule cannot handle this layer's configuration, or does not serve the approximation.
     """
-    kind, label = type(module), f"layer {name or '(the model itself)'!r}"
+    kind, label = layer_kind(module), f"layer {name or '(the model itself)'!r}"
     if "forward" in vars(module):
         raise TypeError(
             f"{label} is a {kind.__name__} whose forward was replaced on the instance; no rule can know what it computes. Make it a class of "
             "its own and register a rule for that with @ella_cuda.laplace.register."
         )
     for ancestor in kind.__mro__:
-        if ancestor not in _RULES:
+        rule = _RULES.get(ancestor) or _BY_NAME.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
+        if rule is None:
             continue
         changed = sorted(_overrides(kind, ancestor))
         if not changed:
-            return _approximated(_RULES[ancestor](module, name, resolution), approximation)
+            return _approximated(rule(module, name, resolution), approximation)
         raise TypeError(
             f"{label} is a {kind.__name__}, a subclass of {ancestor.__name__} that overrides {', '.join(changed)}; the rule of "
             f"{ancestor.__name__} may be wrong for it. Register one for {kind.__name__} with @ella_cuda.laplace.register({kind.__name__})."
@@ -330,6 +351,29 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared", approxima
         f"{label} ({kind.__name__}) has trainable parameters ({parameters}) but no curvature rule. {as_plain_weight(module, name) or remedy}"
         f"freeze the parameters with requires_grad_(False).{served()}"
     )
+
+
+def layer_kind(module: nn.Module) -> type[nn.Module]:
+    """The class whose rule a layer has: its own, or :class:`torch.nn.Linear` where a subclass without attributes of its own computes the same
+    by a forward of its own, as timm's ``Linear``."""
+    kind = type(module)
+    if kind not in _RULES and issubclass(kind, nn.Linear) and vars(module).keys() <= vars(nn.Linear(1, 1)).keys():
+        return nn.Linear if _computes_linear(kind) else kind
+    return kind
+
+
+@functools.cache
+def _computes_linear(kind: type[nn.Linear]) -> bool:
+    """Whether layers of a subclass compute :func:`torch.nn.functional.linear` of trial inputs."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    layer = nn.Linear(3, 2, dtype=torch.float64, device="meta").eval()
+    layer.weight, layer.bias, layer.__class__ = nn.Parameter(draw(2, 3)), nn.Parameter(draw(2)), kind
+    inputs = [scale * draw(*shape) for scale in (1, 1e4) for shape in ((5, 3), (5, 4, 3))]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return all(torch.allclose(kind.forward(layer, x), F.linear(x, layer.weight, layer.bias)) for x in inputs)
+    except Exception:  # whatever a forward raises that needs what the trial does not have
+        return False
 
 
 def _approximated(rule: Rule, approximation: str) -> Rule:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rows import Dense, OneHot, Rows
-from ella_cuda.laplace.rules.base import Rule, register
+from ella_cuda.laplace.rules.base import Rule, register, register_by_name
 from ella_cuda.nn._autocast import full
 
 
@@ -34,7 +34,7 @@ class LinearRule(Rule):
     def input_rows(self, x: Tensor) -> dict[str, Rows]:
         if x.dim() < 2:
             raise ValueError(
-                f"{self.label}: expected an input (N, ..., {self.module.in_features}), got shape {tuple(x.shape)}; add "
+                f"{self.label}: expected an input (N, ..., {self.shapes()['weight'].inputs}), got shape {tuple(x.shape)}; add "
                 "a batch axis."
             )
         return {"weight": at_positions(x)}
@@ -50,6 +50,18 @@ class LinearRule(Rule):
 def at_positions(x: Tensor) -> Dense:
     """The last axis of ``(R, ..., d)`` as rows, the axes between as positions."""
     return Dense(x.reshape(x.shape[0], math.prod(x.shape[1:-1]), 1, x.shape[-1]))
+
+
+@register_by_name("transformers.pytorch_utils.Conv1D")
+class Conv1DRule(LinearRule):
+    """``transformers.pytorch_utils.Conv1D``, GPT-2's linear layer, whose weight is ``(in, out)``: as :class:`LinearRule`."""
+
+    def shapes(self) -> dict[str, FactorShape]:
+        a, b = self.module.weight.shape
+        return {"weight": FactorShape(1, a, b, 1, layout="gab"), "bias": FactorShape.bias(b)}
+
+    def input_gradient(self, gradient: Tensor, call: Call) -> Tensor:
+        return gradient @ self.module.weight.detach().mT
 
 
 @register(nn.Bilinear)

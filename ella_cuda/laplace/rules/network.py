@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.parameters import is_inside
-from ella_cuda.laplace.rows import Dense, Diagonal, Rows
+from ella_cuda.laplace.rows import Diagonal, Rows
 from ella_cuda.laplace.rules.base import Rule, rule_for, served
 
 UNKNOWN = ("error", "freeze", "diagonal")
+FEW = 0.1  # the share in a model's trainable numbers of those without a rule that get a diagonal unasked
 
 
 class PerExampleRule(Rule):
     """Named parameters that a module's forward uses in a way no rule knows.
 
-    Parameters without or with one axis, such as FixUp's scales and biases, get their exact GGN block: B = sum over data of g gᵀ, with g
-    the gradient of a data point's column. Others get the block's exact diagonal: A has one block of size 1 for every entry, the mean over
-    data of the squares of g's entry, and B is the number of data. :mod:`ella_cuda.laplace.per_example` takes these gradients.
+    Parameters with at most one axis longer than one, such as FixUp's scales and biases, layer scales ``(C, 1, 1)`` and class tokens
+    ``(1, 1, C)``, get their exact GGN block: B = sum over data of g gᵀ, with g the gradient of a data point's column. Others get the block's
+    exact diagonal: A has one block of size 1 for every entry, the mean over data of the squares of g's entry, and B is the number of data.
+    :mod:`ella_cuda.laplace.per_example` takes these gradients.
     """
 
     def __init__(self, module: nn.Module, name: str, resolution: str, names: Sequence[str]) -> None:
@@ -33,7 +35,7 @@ class PerExampleRule(Rule):
     @staticmethod
     def is_exact(parameter: Tensor) -> bool:
         """Whether the parameter's whole block is computed, not its diagonal alone."""
-        return parameter.dim() < 2
+        return sum(size > 1 for size in parameter.shape) < 2
 
     def shapes(self) -> dict[str, FactorShape]:
         return {
@@ -51,31 +53,32 @@ class PerExampleRule(Rule):
         raise NotImplementedError("PerExampleRule takes gradients, not inputs.")
 
     def rows(self, name: str, gradients: Tensor, data_too: bool) -> tuple[Rows | None, Rows | None]:
-        """Rows of both sides of a parameter's factor, from the gradients of K columns of N data points, ``(K, N, *parameter.shape)``;
-        ``data_too`` of the data points' last columns, with which the points are counted."""
-        rows = gradients.reshape(-1, self.module.get_parameter(name).numel())
+        """As :meth:`Rule.rows`; of a diagonal, squares, and the number of data points with their last columns."""
         if self.shapes()[name].constant_input:
-            return None, Dense(rows[:, None, None])
+            return super().rows(name, gradients, data_too)
+        rows = gradients.reshape(-1, self.module.get_parameter(name).numel())
         squares = Diagonal(rows.double().square().sum(0), len(rows))
         count = gradients.shape[1]
         return squares, Diagonal(rows.new_full((1,), count), count) if data_too else None
 
 
 def rules_for(model: nn.Module, resolution: str, approximation: str = "expand", unknown: str = "error") -> list[Rule]:
-    """One rule per module that itself holds trainable parameters. Where all parameters of a module that no rule knows have one axis or none,
-    they get their exact blocks, see :class:`PerExampleRule`.
+    """One rule per module that itself holds trainable parameters. Parameters that no rule knows get exact blocks where all of a module's have
+    at most one axis longer than one, else the exact diagonals of their blocks, see :class:`PerExampleRule`.
 
     Args:
         resolution, approximation: see :class:`Rule`.
-        unknown: what becomes of a module's parameters that no rule knows where one has more axes. "error" refuses them; "freeze" leaves
-            them out, and layers too that a rule refuses; "diagonal" gives those with more axes the exact diagonal of their blocks.
+        unknown: what becomes of parameters that no rule knows. "error" refuses those with several axes longer than one where these are more
+            than a tenth of the trainable numbers; "freeze" leaves these out, those beside them in a module, and layers too that a rule
+            refuses; "diagonal" serves them.
 
     Raises:
         TypeError, ValueError: as :func:`rule_for`, of all layers in one message; ValueError where every layer has a rule and none of
             these can handle its layer, or two layers share a parameter and their factors do not fit.
     """
     rules: list[Rule] = []
-    refusals: list[TypeError | ValueError] = []
+    refusals: list[Refusal] = []
+    unasked: list[Refusal] = []
     inside: set[nn.Module] = set()  # of layers whose rule has the parameters of these modules too
     for name, module in model.named_modules():
         own = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -91,15 +94,53 @@ def rules_for(model: nn.Module, resolution: str, approximation: str = "expand", 
             left = {n: p for n, p in own.items() if n not in rule.trainable}
             refused = rule.unknown_to_it(left)
             rules.append(rule)
+        if not left:
+            continue
         several_axes = [n for n, p in left.items() if not PerExampleRule.is_exact(p)]
-        if left and isinstance(refused, TypeError) and (not several_axes or unknown == "diagonal"):
+        refusal = Refusal(module, name, refused, several_axes)
+        if isinstance(refused, TypeError) and not (several_axes and unknown == "freeze"):
+            if several_axes and unknown == "error":
+                unasked.append(refusal)
             rules.append(PerExampleRule(module, name, resolution, list(left)))
-        elif left and unknown != "freeze":
-            refusals.append(_at_fault(refused, several_axes, left))
-    if refusals:
-        raise _together(refusals, unknown)
+        elif unknown != "freeze":
+            refusals.append(refusal)
+    count = sum({id(p): p.numel() for r in unasked for p in r.parameters()}.values())
+    share = count / max(sum(p.numel() for p in model.parameters() if p.requires_grad), 1)
+    if refusals or share > FEW:
+        raise _together(refusals + (unasked if share > FEW else []), unknown, share)
     _tie(rules)
     return rules
+
+
+class Refusal(NamedTuple):
+    """A module with parameters that no rule serves.
+
+    Attributes:
+        name: its name in the model. error: why. several_axes: the names of its parameters that have several axes longer than one.
+    """
+
+    module: nn.Module
+    name: str
+    error: TypeError | ValueError
+    several_axes: list[str]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those with several axes longer than one."""
+        return [self.module.get_parameter(name) for name in self.several_axes]
+
+    def words(self) -> str:
+        """The error's text behind the layer's name and class, without the layers that have rules."""
+        text, label = str(self.error).removesuffix(served()), f"layer {self.name or '(the model itself)'!r}"
+        text = (
+            text[len(label) :].removeprefix(f" ({type(self.module).__name__})")
+            if text.startswith(label)
+            else ": " + text
+        )
+        own = [n for n, p in self.module.named_parameters(recurse=False) if p.requires_grad]
+        if isinstance(self.error, TypeError) and len(self.several_axes) < len(own):
+            names = ", ".join(self.several_axes)
+            text += f" Those with several axes are at fault ({names}): without them in this module, the others get exact blocks."
+        return text
 
 
 def restricted(rules: Sequence[Rule], subset: str | Sequence[str]) -> list[Rule]:
@@ -133,29 +174,29 @@ def restricted(rules: Sequence[Rule], subset: str | Sequence[str]) -> list[Rule]
     return [rule for rule in rules if rule.trainable]
 
 
-def _at_fault(refusal: TypeError | ValueError, names: Sequence[str], of: Sequence[str]) -> TypeError | ValueError:
-    """The refusal of a module without a rule; where some of its parameters would have been served, with the names of the others."""
-    if not isinstance(refusal, TypeError) or len(names) == len(of):
-        return refusal
-    words = f" Those with several axes are at fault ({', '.join(names)}): without them in this module, the others get exact blocks."
-    return TypeError(str(refusal).removesuffix(served()) + words + served())
-
-
-def _together(refusals: Sequence[TypeError | ValueError], unknown: str) -> TypeError | ValueError:
-    """One error of all."""
-    of_types = any(isinstance(refusal, TypeError) for refusal in refusals)
-    words = [str(refusal).removesuffix(served()) for refusal in refusals]
-    if len(words) > 1:
-        words = [f"{len(words)} layers have no curvature rule that serves them:", *(f"- {word}" for word in words)]
-    text = "\n".join(words)
-    gap = "\n" if len(refusals) > 1 else " "
+def _together(refusals: Sequence[Refusal], unknown: str, share: float) -> TypeError | ValueError:
+    """One error of all: what to do, then a line for the layers of a class that are refused alike."""
+    of_types = any(isinstance(refusal.error, TypeError) for refusal in refusals)
+    alike: dict[tuple[type[nn.Module], str], list[str]] = {}
+    for refusal in refusals:
+        alike.setdefault((type(refusal.module), refusal.words()), []).append(refusal.name)
+    lines = []
+    for (kind, words), names in alike.items():
+        first, *others = (repr(name or "(the model itself)") for name in names)
+        more = f" and {len(others)} more ({', '.join(others[:3])}{', ...' if others[3:] else ''})" if others else ""
+        lines.append(f"layer {first} ({kind.__module__}.{kind.__qualname__}){more}{words}")
+    text = ""
     if of_types and unknown == "error":
-        text += (
-            f"{gap}KronLaplace(unknown='freeze') leaves parameters without a rule out of the posterior, unknown='diagonal' gives them the "
-            "exact diagonal."
+        text = (
+            "Pass unknown='diagonal', which gives parameters without a rule the exact diagonal of their blocks, or unknown='freeze', which "
+            f"leaves them out of the posterior: {share:.0%} of the trainable numbers have none, and up to {FEW:.0%} get the diagonal "
+            "unasked. "
         )
-    if any(str(refusal).endswith(served()) for refusal in refusals):
-        text += gap + served().strip()
+    if len(refusals) > 1:
+        text += f"{len(refusals)} layers have no curvature rule that serves them:\n- "
+    text += "\n- ".join(lines)
+    if any(str(refusal.error).endswith(served()) for refusal in refusals):
+        text += ("\n" if len(refusals) > 1 else " ") + served().strip()
     return (TypeError if of_types else ValueError)(text)
 
 

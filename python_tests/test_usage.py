@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +20,7 @@ from python_tests.reports.rows import row
 
 @pytest.mark.parametrize("command", ["train", "reproduce"])
 def test_help_shows_what_every_data_set_has_of_its_own(command, capsys):
-    assert cli.main([command, "--help"]) == 0
+    assert cli.main([command, "--help-all"]) == 0
     options, _, table = capsys.readouterr().out.partition("\ndefaults by --data:\n")
     head, *lines = [re.split(r"\s{2,}", line) for line in table.splitlines()]
     shown = {option: dict(zip(head[1:], cells, strict=True)) for option, *cells in lines if cells}
@@ -39,7 +42,7 @@ def test_help_shows_what_every_data_set_has_of_its_own(command, capsys):
         for heading, cell in shown[option].items():
             recipes = [recipe("/folder" if data == "folder" else data) for data in heading.split(", ")]
             assert {cell} == {str(found[name]) for found in recipes}
-        about = options.rpartition(f"\n  {option} ")[2].split("\n  --")[0]
+        about = options.rpartition(f"\n  {option} ")[2].split("\n  --")[0].split("\n\n")[0]
         assert " ".join(about.split()).endswith("(by --data)")
     assert ("--fisher" in shown) == (command == "train")
 
@@ -78,25 +81,86 @@ def test_train_says_why_an_evidence_was_not_computed(asked, capsys, monkeypatch)
 
 def test_help_of_all_says_what_else_is_enough(capsys):
     for command, expected in (("train", True), ("reproduce", False)):
-        assert cli.main([command, "--help"]) == 0
+        assert cli.main([command, "--help-all"]) == 0
         text = " ".join(capsys.readouterr().out.split())
         assert ("curvature is large; naming --objective is enough" in text) == expected
 
 
+@pytest.mark.parametrize("args", [[], ["--help"]])
+def test_the_overview_fits_a_screen_and_names_every_command(args, capsys):
+    assert cli.main(args) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 120
+    assert all(f"\n  {name} " in out for name in ("train", "check", "reproduce"))
+
+
+@pytest.mark.parametrize(("command", "most"), [("train", 20), ("reproduce", 20), ("inspect", 20)])
+def test_help_is_short_and_all_of_it_one_option_away(command, most, capsys):
+    assert cli.main([command, "--help"]) == 0
+    brief = capsys.readouterr().out
+    options = re.findall(r"^  --[\w-]+", brief, re.MULTILINE)
+    assert len(brief.splitlines()) <= most and len(options) <= 10
+    if "--help-all" in brief:
+        assert cli.main([command, "--help-all"]) == 0
+        everything = capsys.readouterr().out
+        assert all(re.search(rf"^{option}\b", everything, re.MULTILINE) for option in options)
+        assert "\nThe network:\n  --" in everything and "{" not in everything.partition("The images:")[2]
+
+
 @pytest.mark.parametrize(
-    ("args", "usage", "words"),
+    ("args", "wrong", "advice"),
     [
-        (["train", "--epohcs", "3"], "train", "unrecognized arguments: --epohcs; did you mean --epochs?"),
-        (["train", "--bach-size=3"], "train", "--bach-size=3; did you mean --batch-size?"),
-        (["reproduce", "toy", "--sclae", "0.1"], "reproduce", "did you mean --scale?"),
-        (["inspect", "dir", "--picture-folder", "x"], "inspect", "did you mean --pictures?"),
-        (["info", "everything"], "info", "unrecognized arguments: everything\n"),
+        ("trian", "ella-cuda: COMMAND 'trian' is none of train,", "Did you mean train? See: ella-cuda --help"),
+        ("train --epohcs=3", "ella-cuda train: unrecognized arguments: --epohcs=3", "Did you mean --epochs?"),
+        ("train --bach-size=3", "unrecognized arguments: --bach-size=3", "Did you mean --batch-size?"),
+        ("train --data fashion-mnits", "--data 'fashion-mnits' is none of digits,", "Did you mean fashion-mnist?"),
+        ("train --data photo", "--data 'photo' is none of digits,", "See: ella-cuda train --help"),
+        ("train --epochs five", "--epochs must be a whole number, got 'five'", "See: ella-cuda train --help"),
+        ("train --lr x", "--lr must be a number, got 'x'", "See: ella-cuda train --help"),
+        ("train --epochs", "--epochs: expected one argument", "See: ella-cuda train --help"),
+        ("train --dat digits", "ambiguous option: --dat could match --data, --data-", "See: ella-cuda train --help"),
+        ("reproduce toy --sclae 0.1", "unrecognized arguments: --sclae", "Did you mean --scale?"),
+        ("inspect dir --picture-folder x", "unrecognized arguments: --picture-folder", "Did you mean --pictures?"),
+        ("info everything", "unrecognized arguments: everything", "See: ella-cuda info --help"),
+        ("train --config none.toml", "none.toml: No such file", "See: ella-cuda train --help"),
+        ("train --config epoch.toml", "epoch.toml: epoch is no setting", "Did you mean epochs?"),
+        ("train --config word.toml", "word.toml: --epochs must be a whole number, got 'x'", "See:"),
+        ("train --config list.toml", "list.toml: width must be a single value, got [1, 2]", "See:"),
+        ("train --config table.toml", "table.toml: seed must be text or a number, got {'a': 1}", "See:"),
+        ("train --config flag.toml", "flag.toml: all must be true or false, got 1", "See:"),
+        ("train --config broken.toml", "broken.toml: no TOML: ", "See:"),
     ],
 )
-def test_an_unknown_option_is_the_commands_own_error(args, usage, words, capsys):
-    assert cli.main(args) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"usage: ella-cuda {usage} [-h]") and words in err
+def test_wrong_usage_is_two_lines_with_the_nearest_word(args, wrong, advice, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = {"epoch": "epoch = 3", "word": 'epochs = "x"', "list": "width = [1, 2]", "table": "seed = {a = 1}"}
+    for name, text in {**files, "flag": "all = 1", "broken": "epochs ="}.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    assert cli.main(args.split()) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert wrong in first and advice in second
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "",
+        "--all --seed 3 4 --data-dir 'my data'",  # recipes differ by layer
+        "--layer conv s_fc gconv --learn none anchors --group p4m --task plain digit --ood rotated fashion-mnist",
+        "--learn augmentation --generators rotation tx --copies 3 --task rotated --lr-aug 0.1",
+    ],
+)
+def test_settings_written_to_a_file_are_those_read_from_it(args, asked, capsys):
+    words = ["train", *shlex.split(args)]
+    assert cli.main([*words, "--write-config", "a.toml"]) == 0 and not asked
+    assert cli.main(words) == cli.main(["train", "--config", "a.toml"]) == 0
+    assert asked[1].configs == asked[0].configs
+    assert (asked[1].folder / "config.toml").read_text() == Path("a.toml").read_text()
+    assert cli.main(["train", "--config", "a.toml", "--epochs", "33"]) == 0  # the command line wins
+    assert {c.epochs for c in asked[2].configs} == {33}
+    assert [replace(c, epochs=a.epochs) for c, a in zip(asked[2].configs, asked[0].configs, strict=True)] == asked[
+        0
+    ].configs
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,19 @@
-"""The command ``ella-cuda``: train, reproduce, inspect, info."""
+"""The command ``ella-cuda``."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from ella_cuda import __version__
-from ella_cuda.cli.common import FAILED, INTERRUPTED, USAGE, UsageError
+from ella_cuda.cli.check import add_check
+from ella_cuda.cli.common import DONE, FAILED, INTERRUPTED, USAGE, UsageError
 from ella_cuda.cli.info import add_info
 from ella_cuda.cli.inspect import add_inspect
+from ella_cuda.cli.parsing import Command, Parser, Version
 from ella_cuda.cli.reproduce import add_reproduce
 from ella_cuda.cli.train import add_train
 from ella_cuda_command import Stop, lead_nowhere
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None, stop: Stop | None = None) -> int:
         verbose = args.verbose
         with warnings.catch_warnings():
             warnings.showwarning = _warner()
-            code = int(args.command(args))
+            code = args.command(args) or DONE
         if stop is not None:
             stop.cleanly = False
     except BaseException as error:
@@ -113,50 +112,16 @@ def _fail(what: str, error: Exception, verbose: bool, code: int) -> int:
     return code
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose help fails where it cannot be written; argparse keeps silent."""
-
-    def print_help(self, file: Any = None) -> None:
-        _print(self.format_help(), file)
-
-
-class _Version(argparse.Action):
-    """Prints the version and ends; fails where it cannot be written, as argparse's own action does not."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        _print(f"ella-cuda {__version__}\n")
-        parser.exit()
-
-
-def _print(text: str, file: Any = None) -> None:
-    """What the parser has to say, at once, for argparse ends the command."""
-    try:
-        print(text, end="", file=file, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OSError(f"the output could not be written: {error}") from error
-
-
-class _Command(_Parser):
-    """A command's parser, which refuses unknown options itself: the top level, to which argparse leaves them, knows no usage of them."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else ""))
-        return found, unknown
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="ella-cuda", description="Learn layer-wise symmetries from training data.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
-    add_train(commands)
-    add_reproduce(commands)
-    add_inspect(commands)
-    add_info(commands)
+    parser = Parser(
+        prog="ella-cuda",
+        description="Neural networks that learn weight decay, augmentation and symmetries from their training data, by Laplace evidence.",
+    )
+    parser.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
+    parser.set_defaults(command=lambda _: print(parser.format_help(), end=""), verbose=False)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Command)
+    for add in (add_train, add_inspect, add_check, add_info, add_reproduce):
+        add(commands)
     for command in commands.choices.values():
         command.add_argument("--verbose", action="store_true", help="on failure, show the traceback")
     return parser

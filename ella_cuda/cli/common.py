@@ -22,6 +22,11 @@ class UsageError(Exception):
     """Options that do not fit together."""
 
 
+def flag(name: str) -> str:
+    """The option of that attribute."""
+    return "--" + name.replace("_", "-")
+
+
 def named_device(name: str) -> torch.device:
     """The device of that name.
 

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from ella_cuda import experiments
-from ella_cuda.cli.common import UsageError, grid_of, named_device
+from ella_cuda.cli.common import UsageError, flag, grid_of, named_device
+from ella_cuda.cli.config import NOT_IN_FILES, settings_text
 from ella_cuda.data import SOURCES, TASKS
 from ella_cuda.distributed import Ranks
 from ella_cuda.experiments import DENSE_PATH, RunConfig
-from ella_cuda.experiments.declaring import settings_of
+from ella_cuda.experiments.declaring import settings_of, titled_settings
 from ella_cuda.experiments.hyperparameters import FOLDER, RECIPES, ROTATED, AmountsConfig, recipe_of
 from ella_cuda.experiments.networks import runs_code
 from ella_cuda.files import write_file
@@ -34,30 +35,50 @@ from ella_cuda.workers import default_jobs, prepare_process
 NOTHING = "none"  # the option's word for an empty value
 MAX_JOBS = 4096  # runs at once
 # What may differ between the sessions of one grid.
-PER_SESSION = ("cuda_graph", "data_dir", "download", "jobs", "resume", "spread", "tensorboard", "verbose")
+PER_SESSION = (
+    *(
+        "config",
+        "cuda_graph",
+        "data_dir",
+        "download",
+        "jobs",
+        "resume",
+        "spread",
+        "tensorboard",
+        "verbose",
+        "write_config",
+    ),
+)
 
 
-def flag(name: str) -> str:
-    """The option of that attribute."""
-    return "--" + name.replace("_", "-")
+class DataSets:
+    """The values of ``--data``: names, and paths that are there."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*SOURCES, "a folder, .npz or .csv that is there"))
+
+    def __contains__(self, value: object) -> bool:
+        return value in SOURCES or (isinstance(value, str) and recipe_of(value) == FOLDER)
 
 
 def add_attributes(command: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """The options that are settings of runs, but for those named, and below all options the recipes of their defaults."""
     known = {n: one for n, one in settings_of(RunConfig).items() if one.option and n not in without}
     recipes = RECIPES if "data" in known else tuple(SOURCES)
+    titles = {name: title for title, names in titled_settings(RunConfig).items() for name in names}
+    groups = {title: command.add_argument_group(title) for title in dict.fromkeys(titles[name] for name in known)}
     for name, one in known.items():
         values = dict.fromkeys(one.in_recipe(data) for data in recipes)
         default = "by --data" if len(values) > 1 else "-" if one.several else _cell(*values)
-        words: dict[str, Any] = {"choices": [choice or NOTHING for choice in one.choices]}
-        if not one.choices:
-            words = {"metavar": {int: "N", float: "X", str: name.upper()}[one.kind]}
-        command.add_argument(
+        choices = [choice or NOTHING for choice in one.choices]
+        named = all(choice in one.help for choice in choices)
+        groups[titles[name]].add_argument(
             flag(name),
-            **words,
+            choices=DataSets() if name == "data" else choices or None,
+            metavar={int: "N", float: "X", str: name.upper()}[one.kind],
             type=one.read or one.kind,
             nargs="+" if one.several or isinstance(next(iter(values)), tuple) else None,
-            help=one.help + ("" if default == "-" else f" ({default})"),
+            help=one.help + ("" if named else f": {', '.join(choices)}") + ("" if default == "-" else f" ({default})"),
         )
     command.formatter_class = _KeepTables
     command.epilog = "defaults by --data:\n" + _recipe_table(known, recipes)
@@ -239,6 +260,16 @@ def wrong_attributes(error: ValueError, given: Collection[str]) -> UsageError:
 
 def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
     """Raise UsageError for an option that none of the runs heeds."""
+    for names, what in _idle(configs):
+        if given := [flag(name) for name in names if name in options]:
+            raise UsageError(f"{', '.join(given)}: of {what}.")
+    if ROTATED in options.get("ood", []) and not any(ROTATED in c.ood.split("+") for c in configs):
+        others = " or ".join(name for name, task in TASKS.items() if not task.positional)
+        raise UsageError(f"--ood {ROTATED} needs a task whose labels do not say where things are: --task {others}.")
+
+
+def _idle(configs: Sequence[RunConfig]) -> Iterator[tuple[Collection[str], str]]:
+    """The settings that none of the runs heeds, with what they are of."""
     known, words = settings_of(RunConfig), {word for c in configs for word in c.learn.split("+")}
     paths: frozenset[str] = frozenset().union(*(c.paths for c in configs))
     needs = [
@@ -263,12 +294,14 @@ def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
         ),
         (["weights"], any(c.model for c in configs), "networks that --model names; there are none"),
     ]
-    for names, there, what in needs:
-        if not there and (given := [flag(name) for name in names if name in options]):
-            raise UsageError(f"{', '.join(given)}: of {what}.")
-    if ROTATED in options.get("ood", []) and not any(ROTATED in c.ood.split("+") for c in configs):
-        others = " or ".join(name for name, task in TASKS.items() if not task.positional)
-        raise UsageError(f"--ood {ROTATED} needs a task whose labels do not say where things are: --task {others}.")
+    return ((names, what) for names, there, what in needs if not there)
+
+
+def config_toml(options: dict[str, Any], configs: Sequence[RunConfig], given: dict[str, Any]) -> str:
+    """All settings of a grid as TOML, with what ``given`` has of a session."""
+    idle = {name for names, _ in _idle(configs) for name in names}
+    session = {name: given[name] for name in PER_SESSION if name in given and name not in (*NOT_IN_FILES, "resume")}
+    return settings_text({**options, **session}, configs, idle, NOTHING)
 
 
 def resumed(command: str, out_dir: Path, given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
@@ -398,6 +431,7 @@ def do_runs(
     out_dir: Path,
     on_row: Callable[[], object] = lambda: None,
     ranks: Processes | None = None,
+    on_begin: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Do the runs that are not done yet, and print a line for each.
 
@@ -405,6 +439,7 @@ def do_runs(
         args: of the command; ``go_on`` becomes what an interruption says of how to go on.
         on_row: called after each, when the folder's summary has it.
         ranks: the processes that share out the work; rank 0 prints.
+        on_begin: called once the folder is this grid's.
 
     Returns:
         All rows.
@@ -422,6 +457,7 @@ def do_runs(
             f"{counted(len(configs), 'run')} on {device}, {at_once}, {before} done before; results in {out_dir}",
             flush=True,
         )
+        on_begin()
 
     def finish(row: dict[str, Any]) -> None:
         _print_row(row)

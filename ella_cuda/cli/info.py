@@ -49,14 +49,17 @@ def _info(args: argparse.Namespace) -> int:
     print(f"{'eigenvalues':14}{solver(device)}")
     checks = check_kernels(device)
     print("\n" + kernel_table(checks))
-    failed = [c for c in checks if not c.ok]
-    if failed:
-        names = ", ".join(dict.fromkeys(c.name for c in failed))
+    require_all(checks, device)
+    return DONE
+
+
+def require_all(checks: Sequence[KernelCheck], device: torch.device) -> None:
+    """RuntimeError where a check failed."""
+    if names := ", ".join(dict.fromkeys(c.name for c in checks if not c.ok)):
         raise RuntimeError(
             f"{names} disagree(s) with the plain-torch reference on {device}; "
             "rebuild ella_cuda (pip install --force-reinstall .)."
         )
-    return DONE
 
 
 def kernel_table(checks: Sequence[KernelCheck]) -> str:

@@ -33,7 +33,7 @@ def add_reproduce(commands: Any) -> None:
     tables = "; ".join(f"{table.name}: {table.title}" for table in TABLES.values())
     reproduce = commands.add_parser(
         "reproduce",
-        help="run a table of the paper, at any scale, and print it beside the paper's numbers",
+        help="a table of a paper at any scale, beside the paper's numbers",
         description=f"Run a table of the paper (van der Ouderaa et al., NeurIPS 2023) and print our numbers beside its. {tables}. Numbers "
         f"not given are the data set's recipe's. {studies.description()}",
     )

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ella_cuda.cli.common import DONE, UsageError
+from ella_cuda.cli.config import CONFIG_TOML, add_config
 from ella_cuda.cli.grid import (
     NOTHING,
+    DataSets,
     add_attributes,
     add_session,
     add_spread,
     attributes,
     check_effect,
+    config_toml,
     do_runs,
     failure_noted,
     given_options,
@@ -30,6 +34,7 @@ from ella_cuda.cli.grid import (
 from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe, require_data
 from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import FOLDER, ROTATED, as_data, can_learn, data_title, recipe_of
+from ella_cuda.files import write_file
 from ella_cuda.reports import layer_table
 from ella_cuda.reports.results import learned, run_tables
 from ella_cuda.reports.text import layer_title
@@ -46,7 +51,9 @@ def add_train(commands: Any) -> None:
         "the data set's recipe's. Images of one's own train torchvision's resnet18 on all that no test part needs; the evidence of these "
         "learns weight decay, a prior precision of every tensor.",
     )
-    train.add_argument("path", nargs="?", type=as_data, metavar="PATH", help="short for --data PATH")
+    train.add_argument(
+        "path", nargs="?", type=as_data, choices=DataSets(), metavar="PATH", help="short for --data PATH"
+    )
     train.add_argument(
         "--skip-unreadable",
         dest="unreadable",
@@ -57,6 +64,7 @@ def add_train(commands: Any) -> None:
     add_attributes(train)
     add_spread(train)
     add_session(train, f"; naming --objective is enough. Without --layer, the network of {DENSE_PATH} paths too")
+    add_config(train)
     train.set_defaults(command=_train)
 
 
@@ -68,12 +76,20 @@ def _train(args: argparse.Namespace) -> int:
         configs, options = resumed("train", Path(args.resume), given)
     else:
         configs, options = grid(given)
+    settings = config_toml(options, configs, given)
+    if args.write_config:
+        write_file(args.write_config, settings)
+        print(
+            f"Settings written to {args.write_config}; train with them by: ella-cuda train --config {args.write_config}"
+        )
+        return DONE
     with processes(args, configs[0].device) as ranks:
         if ranks.is_first:
             say_data(args, configs)
         out_dir = shared_folder(args, configs, data_title(configs[0].data), ranks)
         with failure_noted(out_dir, ranks):
-            rows = do_runs("train", args, configs, options, out_dir, ranks=ranks)
+            keep = functools.partial(write_file, out_dir / CONFIG_TOML, settings)
+            rows = do_runs("train", args, configs, options, out_dir, ranks=ranks, on_begin=keep)
     if ranks.is_first:
         _show(rows, configs, options, out_dir)
     return DONE

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import inspect
 import math
 import numbers
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING
 from typing import Any
 
 MANY = 2**31 - 1
 KEY = "setting"  # of a field's metadata
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that is most like another, empty where none is like it."""
+    return next(iter(difflib.get_close_matches(word, [*known], n=1, cutoff=0.5)), "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +96,10 @@ class Setting:
     def _word(self, value: Any) -> str:
         if self.choices and value not in [*self.choices]:
             words = map(repr, self.choices) if "" in self.choices else self.choices
-            raise ValueError(f"{self.name} must be one of {', '.join(words)}, got {value!r}.")
+            meant = nearest(str(value), self.choices)
+            raise ValueError(
+                f"{self.name} must be one of {', '.join(words)}, got {value!r}{meant and f'; did you mean {meant}?'}"
+            )
         if not isinstance(value, str):
             raise ValueError(f"{self.name} must be a string, got {value!r}.")
         return value
@@ -137,4 +147,15 @@ def settings_of(cls: type) -> dict[str, Setting]:
             raise TypeError(f"{field.name} must be int, float or str, or one of these and None, got {field.type}.")
         known = {"name": field.name, "kind": kind, "optional": len(kinds) > 1}
         found[field.name] = dataclasses.replace(field.metadata[KEY], **known)
+    return found
+
+
+@functools.cache
+def titled_settings(cls: type) -> dict[str, list[str]]:
+    """The settings that have options, by the titles of the classes that declare them: the first words of their docstrings."""
+    known, found = settings_of(cls), {}
+    for part in reversed(cls.__mro__):
+        names = [name for name in inspect.get_annotations(part) if name in known and known[name].option]
+        if names:
+            found[str(part.__doc__).partition(":")[0].removesuffix(".")] = names
     return found

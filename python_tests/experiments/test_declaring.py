@@ -37,7 +37,7 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> type[RunConfig]:
 
 @pytest.mark.parametrize("command", ["train", "reproduce"])
 def test_its_option_and_help_follow(extended, command, capsys):
-    assert cli.main([command, "--help"]) == 0
+    assert cli.main([command, "--help-all"]) == 0
     options, _, table = capsys.readouterr().out.partition("\ndefaults by --data:\n")
     about = " ".join(options.rpartition("\n  --label-smoothing X")[2].split("\n  --")[0].split())
     assert about == "share of every label that goes to all classes alike (by --data)"

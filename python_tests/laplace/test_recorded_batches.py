@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.counted_ops import Counted as CountedOps
 from ella_cuda.laplace import (
     FactorShape,
     IndependentLikelihood,
@@ -422,14 +423,31 @@ def test_sums_that_wait_are_not_those_of_a_refused_recording(patient, replays, m
     assert not replays
 
 
-def test_a_network_that_changed_between_fits_runs_as_it_is(patient, replays, monkeypatch):
-    model, loader = Turning(), in_threes(*vectors(9))
-    la = KronLaplace(model).fit(loader)
+@pytest.mark.parametrize("graphs, once", [(False, False), (True, False), (True, True)])
+def test_a_network_that_changed_between_fits_runs_as_it_is(graphs, once, patient, replays, monkeypatch):
+    """With graphs the comparison is read at the end of a fit, which is done again where its loader allows for it."""
+    if graphs:
+        stand_in(monkeypatch)
+    model, loader = Turning(), in_threes(*vectors(9))[:7]
+    la = KronLaplace(model, fisher="mc").fit(loader)
     assert len(replays) in (5, 6)
     monkeypatch.setitem(SETTINGS, "factor", 2.0)  # where no description of the model looks
-    la.fit(loader)
+    replays.clear()
+    torch.manual_seed(3)
+    la.fit(iter(loader) if once else loader)
+    assert len(replays) == (7 if graphs and not once else 0)
     assert any("not those of the recorded function" in k.refused for k in known_model.known_of(model).kinds.values())
-    assert Sums(la) == fitted(copy.deepcopy(model), loader, patient)
+    torch.manual_seed(3)
+    assert Sums(la) == fitted(copy.deepcopy(model), loader, patient, fisher="mc")
+
+
+def test_host_reads_of_a_second_fit(monkeypatch):
+    stand_in(monkeypatch)
+    model, loader = perceptron(), in_threes(*vectors(9))
+    KronLaplace(model, fisher="mc").fit(loader)
+    with CountedOps() as counted:
+        KronLaplace(model, fisher="mc").fit(loader[:7])
+    assert counted.reads.total() == 1  # what is finite, and of the network
 
 
 class Halving(nn.Module):

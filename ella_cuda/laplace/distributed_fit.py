@@ -17,7 +17,7 @@ from ella_cuda.distributed import Ranks, Shard, dataset_size, layout_hash, requi
 from ella_cuda.laplace.batches import pair_of, require_loader, tensors_of
 from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.evidence import DataFitGradient
-from ella_cuda.laplace.parameters import uneven_sum
+from ella_cuda.laplace.fingerprint import uneven_sum
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule

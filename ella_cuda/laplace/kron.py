@@ -40,6 +40,7 @@ from ella_cuda.laplace.posterior import Eigenbasis, KronPosterior, Spectra, eige
 from ella_cuda.laplace.recorded_batches import NotTheNetwork, RecordedBatches, can_be_again, states
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
 from ella_cuda.laplace.rules.linear import LinearRule
+from ella_cuda.laplace.second_moment import SecondMoment, zeros_together
 from ella_cuda.laplace.test_time import requiring_grad
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
@@ -280,8 +281,14 @@ class KronLaplace(BaseLaplace):
         require_memory(self.model, rules, self.eigenvalue_correction)
 
     def _allocate(self, rules: Sequence[Rule]) -> None:
+        zeros = zeros_together((shape for rule in rules for shape in rule.blocks()), self._device)
+
+        def moment(groups: int, size: int, *args: Any) -> SecondMoment:
+            there = zeros.get((groups, size))
+            return SecondMoment(groups, size, *args, total=there.pop() if there else None)
+
         for rule in rules:
-            rule.allocate()
+            rule.allocate(moment)
 
     def _pass_over(
         self,

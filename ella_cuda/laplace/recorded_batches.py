@@ -173,7 +173,7 @@ class RecordedPasses:
             compared: the numbers of the outputs that are to be the network's own.
         """
         before = tensors()
-        tape, given = record(function, inputs, generator, staying, always)
+        tape, given = record(function, inputs, generator, staying, always, before.values())
         after = tensors()
         if before.keys() != after.keys() or any(tensor is not after[name] for name, tensor in before.items()):
             raise NotRecordable("a pass replaces tensors of the model or of the sums")

@@ -860,6 +860,29 @@ def test_what_cannot_be_recorded(function):
         record(lambda: [function(x)], [x])
 
 
+def test_tensors_of_one_memory_are_told_apart():
+    """A tape runs on tensors that have their memory in common otherwise, or not at all."""
+    x, memory = torch.randn(3), torch.zeros(8)
+    one, other = memory[:3], memory[5:]
+    tape, given = record(lambda: [one.add_(x) * 1, other.add_(2 * x) * 1], [x], there=[one, other])
+    assert [id(tensor) for tensor in given] == [id(one), id(other)] and not memory.any()
+    apart = torch.zeros(3), torch.zeros(3)
+    run(tape, [x], apart)
+    assert torch.equal(apart[0], x) and torch.equal(apart[1], 2 * x)
+
+
+def test_zeros_of_small_sums():
+    shapes = [(1, 3), (2, 5), (1, 3), (1, 2000)]
+    found = second_moment.zeros_together(shapes, torch.device("cpu"))
+    sums = [*found[1, 3], *found[2, 5]]
+    assert [tuple(t.shape) for t in sums] == [(1, 3, 3), (1, 3, 3), (2, 5, 5)] and (1, 2000) not in found
+    assert len({t.untyped_storage().data_ptr() for t in sums}) == 1 and not any(t.any() for t in sums)
+    assert all(t.is_contiguous() and t.storage_offset() % second_moment.ALIGNED == 0 for t in sums)
+    for number, total in enumerate(sums, 1):
+        total += number
+    assert [t.unique().tolist() for t in sums] == [[1], [2], [3]]
+
+
 def test_what_stays_is_computed_once():
     weight, total, calls = torch.randn(3, 3), torch.zeros(3, 3), []
     tape, given = record(lambda: [total.add_(torch.randn(3, 3) @ weight.exp().inverse())], [], staying=[weight])

@@ -29,6 +29,7 @@ from benchmarks.counted_ops import NETWORKS, Counted
 from ella_cuda.laplace import (
     KronLaplace,
     column_functions,
+    fingerprint,
     known_model,
     kronecker_sums,
     recorded_batches,
@@ -110,14 +111,15 @@ def counts() -> None:
     def fit() -> dict[str, Counted]:
         found = {}
 
-        def loader() -> Iterator[tuple[Tensor, Tensor]]:
-            for number in range(4):
-                found[f"batch {number + 1}"] = counted - Counted()
-                yield torch.randn(8, 3, 32, 32), torch.arange(8) % 10
-            found["end"] = counted - Counted()
+        class Loader:
+            def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+                for number in range(4):
+                    found[f"batch {number + 1}"] = counted - Counted()
+                    yield torch.randn(8, 3, 32, 32), torch.arange(8) % 10
+                found["end"] = counted - Counted()
 
         with Counted() as counted:
-            KronLaplace(model, likelihood, fisher="mc").fit(loader())
+            KronLaplace(model, likelihood, fisher="mc").fit(Loader())
         found["after"] = counted - Counted()
         begin = found["batch 1"]
         phases = {name: found[after] - found[name] for name, after in pairwise(found)}
@@ -128,6 +130,7 @@ def counts() -> None:
         (recorded_batches, "LARGE", 1 << 40),
         (recorded_batches, "CudaGraphs", _Graphs),
         (recorded_batches, "has_graphs", lambda device: True),
+        (fingerprint, "AT_ONCE", fingerprint.AT_ONCE_ON_CUDA),
         (second_moment, "SMALL", second_moment.SMALL // 64),
         (column_functions, "in_pieces", lambda columns: False),
         (kronecker_sums, "together", lambda values: True),

@@ -52,6 +52,7 @@ from ella_cuda.laplace.evidence import (
     square_distances,
 )
 from ella_cuda.laplace.factors import CHECKSUM, require_checksum, with_checksum
+from ella_cuda.laplace.fingerprint import fingerprint_and_buffers
 from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.last_layer import Features, LastLayer
@@ -68,7 +69,7 @@ from ella_cuda.laplace.leave_one_out import (
 )
 from ella_cuda.laplace.likelihoods import IGNORED, LINKS, Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, features_of_fit, move, solve
-from ella_cuda.laplace.parameters import Value, as_float64, check_choice, fingerprint_and_buffers, positive_number
+from ella_cuda.laplace.parameters import Value, as_float64, check_choice, positive_number
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import MEANS, PREDICTIONS, Predictive, predictions_at
 from ella_cuda.laplace.prior_structure import group_indices

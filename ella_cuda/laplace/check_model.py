@@ -600,10 +600,15 @@ def _all_alike(one: list[Any], other: list[Any]) -> bool:
 
 def alike(one: Tensor, other: Tensor) -> bool:
     """Whether tensors are the same up to rounding, as are those that are not finite at the same entries."""
+    return bool(alike_flag(one, other))
+
+
+def alike_flag(one: Tensor, other: Tensor) -> Tensor:
+    """:func:`alike`, 0-dim, on the device of ``other``, which nobody waits for."""
     if one.shape != other.shape or not one.numel():
-        return one.shape == other.shape
+        return torch.full((), one.shape == other.shape, device=other.device)
     one, other = one.detach(), other.detach()
-    return bool(((one - other).abs().nan_to_num() <= rounding_of(other) * other.abs().nan_to_num().amax()).all())
+    return ((one - other).abs().nan_to_num() <= rounding_of(other) * other.abs().nan_to_num().amax()).all()
 
 
 def _recorded(model: nn.Module, few: Inputs) -> Recorded:

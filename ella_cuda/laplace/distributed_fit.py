@@ -17,7 +17,7 @@ from ella_cuda.distributed import Ranks, Shard, dataset_size, layout_hash, requi
 from ella_cuda.laplace.batches import pair_of, require_loader, tensors_of
 from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.evidence import DataFitGradient
-from ella_cuda.laplace.parameters import uneven_sum
+from ella_cuda.laplace.fingerprint import uneven_sum
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule
@@ -42,6 +42,7 @@ class FitSums:
         calls: of every layer with a rule. gradients: of the pass' statistic in buffers.
         ran: whether the network's own forward did, which may have changed buffers. tried: whether it did before the first batch.
         fit: whether all targets do that nobody has looked at, 0-dim; None where there are none.
+        compared: see :class:`ella_cuda.laplace.recorded_batches.RecordedBatches`.
     """
 
     data_fit: DataFitGradient
@@ -59,6 +60,7 @@ class FitSums:
     ran: bool = True
     tried: bool = False
     fit: Tensor | None = None
+    compared: dict[Any, Tensor] = dataclasses.field(default_factory=dict)
 
 
 def accumulate_together(

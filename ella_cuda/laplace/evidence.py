@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ella_cuda import ops
+from ella_cuda.laplace.fingerprint import side_by_side
 from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.laplace.parameters import Value, as_float64, check_choice, check_positive, positive_number
 from ella_cuda.nn import SpatialBasis
@@ -278,9 +279,11 @@ def square_distances(la: Evidence, parameters: Iterable[Tensor], mean: Tensor | 
     device, sizes = parameters[0].device, [p.numel() for p in parameters]
     mean = (la.prior_mean if mean is None else mean).to(device)
     if not mean.dim() and la.free_elements is None:
-        with torch.no_grad():
-            apart = torch._foreach_add([p.double() for p in parameters], mean, alpha=-1.0)
-            return torch.stack(torch._foreach_norm(apart)).square()
+        norms: list[Tensor] = []
+        for memory in side_by_side(parameters):
+            memory.whole.sub_(mean)
+            norms += torch._foreach_norm(memory.parts)
+        return torch.stack(norms).square()
     means = mean.split(sizes) if mean.dim() else [mean] * len(sizes)
     free = [1.0] * len(sizes) if la.free_elements is None else la.free_elements.to(device).split(sizes)
     parts = zip(parameters, means, free, strict=True)

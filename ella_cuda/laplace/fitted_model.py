@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import DictKeys, Inputs, inputs_on, map_tensors, pair_on
 from ella_cuda.laplace.copies import require_served, with_draws
+from ella_cuda.laplace.fingerprint import filled_since, fingerprint_of
 from ella_cuda.laplace.known_model import FunctionDescription
 from ella_cuda.laplace.parameters import (
     FittedBases,
-    filled_since,
-    fingerprint_of,
     require_local,
     require_no_inference,
     trainable,

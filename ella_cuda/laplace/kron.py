@@ -37,9 +37,10 @@ from ella_cuda.laplace.likelihoods import Columns, Likelihood, hessian_sum
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.parameters import check_choice
 from ella_cuda.laplace.posterior import Eigenbasis, KronPosterior, Spectra, eigenbases_of
-from ella_cuda.laplace.recorded_batches import RecordedBatches
+from ella_cuda.laplace.recorded_batches import NotTheNetwork, RecordedBatches, can_be_again, states
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
 from ella_cuda.laplace.rules.linear import LinearRule
+from ella_cuda.laplace.second_moment import SecondMoment, zeros_together
 from ella_cuda.laplace.test_time import requiring_grad
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
@@ -234,7 +235,7 @@ class KronLaplace(BaseLaplace):
         self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False, group: Any = None, **how: Any
     ) -> None:
         before = self._loaders if self.n_data else []
-        super()._fit(loader, override, progress_bar, group, **how)
+        self._fit_once_or_again(loader, override, progress_bar, group, **how)
         if not self.eigenvalue_correction:
             return
         try:
@@ -243,6 +244,20 @@ class KronLaplace(BaseLaplace):
         except BaseException:
             self.n_data, self.fitted_model.fingerprint = 0, None
             raise
+
+    def _fit_once_or_again(
+        self, loader: Iterable[Any], override: bool, progress_bar: bool, group: Any, **how: Any
+    ) -> None:
+        """A fit without a group passes over a loader's data once more, with the same draws, where tapes were not the network."""
+        again = group is None and can_be_again(loader, self._device)
+        draws = states(self._device, how.get("generator")) if again else []
+        while True:
+            try:
+                super()._fit(loader, override, progress_bar, group, **how, **({"defers": True} if again else {}))
+                return
+            except NotTheNetwork:  # whose tapes are gone, so that this ends
+                for generator, state in draws:
+                    generator.set_state(state)
 
     def _begin(
         self, loader: Iterable[Any], override: bool, hessian_at: Callable[[Inputs], Tensor] | None = None
@@ -269,8 +284,14 @@ class KronLaplace(BaseLaplace):
         require_memory(self.model, rules, self.eigenvalue_correction)
 
     def _allocate(self, rules: Sequence[Rule]) -> None:
+        zeros = zeros_together((shape for rule in rules for shape in rule.blocks()), self._device)
+
+        def moment(groups: int, size: int, *args: Any) -> SecondMoment:
+            there = zeros.get((groups, size))
+            return SecondMoment(groups, size, *args, total=there.pop() if there else None)
+
         for rule in rules:
-            rule.allocate()
+            rule.allocate(moment)
 
     def _pass_over(
         self,
@@ -280,14 +301,17 @@ class KronLaplace(BaseLaplace):
         generator: torch.Generator | None = None,
         hessian_at: Callable[[Inputs], Tensor] | None = None,
         generator_of: Callable[[int], torch.Generator] | None = None,
+        defers: bool = False,
     ) -> None:
-        """The pass over the data. ``generator_of`` gives each batch, by its number in the loader, a generator of its own."""
+        """The pass over the data. ``generator_of`` gives each batch, by its number in the loader, a generator of its own. ``defers``: the fit
+        may be done again, see :class:`RecordedBatches`."""
         needs = telling_needs(lambda: sums.batch, self._peak_bytes, sum(rule.bytes() for rule in self._rules))
         with needs, curvature_pass(self.model, self._rules, self.memory_budget) as run:
             batches = self._batches(sums, loader, progress_bar, run, several=self.fisher == "exact")
             pairs = merged(batches, run.merged_images) if generator_of is None else batches
             settings = self.fisher, self.resolution, self.approximation, self.column_tolerance, self.memory_budget
-            recorded = RecordedBatches(run, partial(self._add, run), self.likelihood_function, settings)
+            add, defers = partial(self._add, run), defers and sums.anew
+            recorded = RecordedBatches(run, add, self.likelihood_function, settings, defers)
             for number, (x, y) in enumerate(pairs):
                 its_own = generator if generator_of is None else generator_of(number)
                 with without_autocast(self._device.type):
@@ -296,6 +320,7 @@ class KronLaplace(BaseLaplace):
                             recorded, run, sums, *part, its_own, hessian_at
                         )
         sums.fit, sums.ran = recorded.fine, sums.tried or not recorded.changeless
+        sums.compared = recorded.compared
         sums.calls = dict(run.calls)
         sums.gradients = sums.data_fit.total()
 
@@ -415,11 +440,13 @@ class KronLaplace(BaseLaplace):
             if moment is not None
         ]
         norms = torch._foreach_norm([total for *_, total in sides], 1)
-        flags = torch.stack([*norms, sums.statistic]).isfinite()
-        flags = flags if sums.fit is None else torch.cat([flags, sums.fit[None]])
-        found = flags.tolist()  # one wait for the device
-        finite, likelihood_is, fit = found[: len(sides)], found[len(sides)], all(found[len(sides) + 1 :])
-        if not fit:
+        flags, read = torch.stack([*norms, sums.statistic]).isfinite(), [*sums.compared.values()]
+        read += [] if sums.fit is None else [sums.fit]
+        found = (torch.cat([flags, torch.stack(read)]) if read else flags).tolist()  # one wait for the device
+        finite, likelihood_is, rest = found[: len(sides)], found[len(sides)], found[len(sides) + 1 :]
+        if wrong := [kind for kind, same in zip(sums.compared, rest, strict=False) if not same]:
+            raise NotTheNetwork(wrong)
+        if not all(rest):
             raise ValueError(
                 "targets: a batch has some that do not fit the likelihood, such as labels that are no classes."
             )

@@ -20,10 +20,11 @@ from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, joined, kept, tensors_of
 from ella_cuda.laplace.evidence import Evidence, data_weight, present_terms, require_of_tensors, square_distances
 from ella_cuda.laplace.factors import require_checksum, with_checksum
+from ella_cuda.laplace.fingerprint import fingerprint_of, uneven_sum
 from ella_cuda.laplace.last_layer import Features, batches_of_fit, with_features
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.memory import available_bytes
-from ella_cuda.laplace.parameters import Value, check_choice, fingerprint_of, positive_number, rounding_of, uneven_sum
+from ella_cuda.laplace.parameters import Value, check_choice, positive_number, rounding_of
 from ella_cuda.laplace.posterior import KronPosterior, Posterior
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, Groups, fixed_points, logarithms, put

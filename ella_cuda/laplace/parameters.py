@@ -1,10 +1,10 @@
-"""Checks of arguments, and of the parameters and bases of an approximation: which they are, and whether they have changed."""
+"""Checks of arguments, and of the parameters and bases of an approximation."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ella_cuda.nn import SpatialBasis
 
 Value = float | Tensor
-TOGETHER = 1 << 16  # elements of the largest tensors that are copied together
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
@@ -126,97 +125,6 @@ def require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
             raise RuntimeError(
                 f"KronLaplace: parameter {name!r} was made in torch.inference_mode(); make, move and convert the model outside of it."
             )
-
-
-def fingerprint_of(model: nn.Module, without: Collection[str] = ()) -> Tensor:
-    """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights. ``without``: names of
-    buffers that do not move it."""
-    return fingerprint_and_buffers(model, without)[0]
-
-
-def fingerprint_and_buffers(model: nn.Module, without: Collection[str] = ()) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """:func:`fingerprint_of` and :func:`buffer_sums`; each tensor is read once."""
-    kept, buffers = model.state_dict(keep_vars=True), buffer_sums(model)
-    for name, module in model.named_modules():
-        key = f"{name}.weight".removeprefix(".")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and key in kept:
-            kept[key] = _as_looked_up(module)
-    named = dict(model.named_buffers(remove_duplicate=False))
-    others = {name: buffer for name, buffer in model.named_buffers() if name not in kept}  # that are not persistent
-    numbered = enumerate([(n, tensor) for n, tensor in {**kept, **others}.items() if n not in without], start=1)
-    floating = [(index, name, tensor) for index, (name, tensor) in numbered if tensor.is_floating_point()]
-    if not floating:
-        return torch.zeros((), dtype=torch.float64, device="cpu"), buffers
-    summed = [(index, buffers[name]) for index, name, tensor in floating if named.get(name) is tensor]
-    apart = [(index, tensor) for index, name, tensor in floating if named.get(name) is not tensor]
-    device = floating[0][2].device
-    sums = [uneven_sums([tensor for _, tensor in apart]).to(device)] if apart else []
-    sums += [torch.stack([total.to(device) for _, total in summed])] if summed else []
-    order = torch.tensor([index for index, _ in (*apart, *summed)], dtype=torch.float64, device="cpu").to(device)
-    return torch.cat(sums) @ order, buffers
-
-
-def _as_looked_up(embedding: nn.Embedding | nn.EmbeddingBag) -> Tensor:
-    """The weight as calls leave it, which shorten the rows that they look up to ``max_norm``; rounding has come to rest."""
-    weight = embedding.weight.detach().clone()
-    rows = torch.arange(len(weight), device=weight.device)
-    for _ in range(3):
-        torch.embedding_renorm_(weight, rows, embedding.max_norm, embedding.norm_type)
-    return weight
-
-
-def buffer_sums(model: nn.Module) -> dict[str, Tensor | None]:
-    """A number that moves with each buffer; None for buffers that are in no fingerprint."""
-    named = dict(model.named_buffers(remove_duplicate=False))
-    floating = {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
-    sums = dict(zip(floating, uneven_sums([*floating.values()]).unbind(), strict=True)) if floating else {}
-    return {name: sums.get(name) for name in named}
-
-
-def filled_since(model: nn.Module, before: Mapping[str, Tensor | None]) -> frozenset[str]:
-    """The buffers that are others than they were when their sums were these: tables and masks that a forward makes. Waits for the device."""
-    now = buffer_sums(model)
-    compared = {name: total for name, total in now.items() if name in before and total is not None}
-    new = {name for name in now if name not in before or (name in compared and before[name] is None)}
-    old = [name for name in compared if name not in new]
-    if not old:
-        return frozenset(new)
-    device = now[old[0]].device
-    same = torch.stack([now[n].to(device) for n in old]) == torch.stack([before[n].to(device) for n in old])
-    return frozenset(new | {name for name, is_same in zip(old, same.tolist(), strict=True) if not is_same})
-
-
-def uneven_sum(tensor: Tensor) -> Tensor:
-    """A weighted sum of the elements, 0-dim float64: permutations move it, and changes that cancel in a plain sum."""
-    return uneven_sums([tensor])[0]
-
-
-def uneven_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """:func:`uneven_sum` of each, ``(len(tensors),)``, on the device of the first. Tensors of one size go together, large ones apart."""
-    groups: dict[tuple[int, torch.dtype, torch.device, int], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        apart = number if tensor.numel() > TOGETHER else -1
-        groups.setdefault((tensor.numel(), tensor.dtype, tensor.device, apart), []).append(number)
-    most: dict[torch.device, int] = {}  # elements of a device's largest tensor
-    for count, _, device, _ in groups:
-        most[device] = max(most.get(device, 0), count)
-    weights = {device: _uneven(count, device) for device, count in most.items()}
-    with torch.no_grad():
-        flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
-        sums = [
-            torch.stack([flat[number] for number in numbers]).double() @ weights[device][:count]
-            if len(numbers) > 1
-            else (flat[numbers[0]].double() @ weights[device][:count])[None]
-            for (count, _, device, _), numbers in groups.items()
-        ]
-        found, device = torch.cat([part.to(tensors[0].device) for part in sums]), tensors[0].device
-        order = [number for numbers in groups.values() for number in numbers]
-        return found[torch.tensor(order, device="cpu").argsort().to(device)] if len(groups) > 1 else found
-
-
-def _uneven(count: int, device: torch.device) -> Tensor:
-    """Weights between 0.5 and 1.5, ``(count,)`` float64: multiples of the golden ratio, no two close ones alike."""
-    return torch.arange(1, count + 1, dtype=torch.float64, device=device).mul_(0.6180339887498949).frac_().add_(0.5)
 
 
 class FittedBases:

@@ -3,7 +3,8 @@ run again on others.
 
 What a model was tried for, and the tapes of its batches, are kept as long as the model and its layers are what they were, so that a second
 fit does neither again. A tape knows parameters, buffers and sums by name, never by what they hold. In every fit a tape's outputs are compared
-with the network's own, once, before the tape adds to a sum. What has no tape runs as it is, by the same code.
+with the network's own, once: before the tape adds to a sum, or, where the data can be passed over once more, by a flag on the device that is
+read at the end of the fit. What has no tape runs as it is, by the same code.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, model_outputs, tensors_of
 from ella_cuda.laplace.check_extensions import is_own
-from ella_cuda.laplace.check_model import alike
+from ella_cuda.laplace.check_model import alike_flag
 from ella_cuda.laplace.known_model import known_of
 from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.laplace.second_moment import Use, Watch, are_alike
@@ -51,6 +52,7 @@ class Kind:
         tape: of one; None before it is recorded. names: of the tensors that the tape finds there.
         outputs: the tape of what is compared with the network's own.
         recorded: the network's outputs for the pass that was recorded, of which the tape may hold numbers.
+        proven: whether the tape had other outputs of the network, so that it holds none of these.
         refused: why there is no tape, in words.
         has_sums: of a batch of the evidence's gradient, after which sums of gradients there are.
         rows, products, calls: what a batch of a fit adds to the counts of sums and of layers' calls.
@@ -62,6 +64,7 @@ class Kind:
     names: list[Name] = dataclasses.field(default_factory=list)
     outputs: Callable[..., list[Tensor]] | None = None
     recorded: Tensor | None = None
+    proven: bool = False
     refused: str = ""
     has_sums: list[bool] = dataclasses.field(default_factory=list)
     rows: list[int] = dataclasses.field(default_factory=list)
@@ -72,6 +75,19 @@ class Kind:
     @property
     def writes_sums_alone(self) -> bool:
         return all(self.names[number][0] == "moment" for number in self.tape.written)
+
+    def refuse(self) -> None:
+        """Have no tape from now on."""
+        self.tape, self.refused = None, "the network's outputs for another batch are not those of the recorded function"
+
+
+class NotTheNetwork(Exception):
+    """A fit has batches by tapes whose outputs were not the network's own; these tapes are dropped."""
+
+    def __init__(self, kinds: Iterable[Kind]) -> None:
+        super().__init__()
+        for kind in kinds:
+            kind.refuse()
 
 
 class RecordedPasses:
@@ -98,6 +114,8 @@ class RecordedPasses:
             *settings,
         )
         self._verified: set[Kind] = set()
+        self._defers = False  # whether comparisons of tapes that had other outputs before are read later
+        self.compared: dict[Kind, Tensor] = {}  # whether their outputs were the network's own, 0-dim
         self._given: dict[Kind, tuple[list[Tensor], Sequence[Tensor]]] = {}
         self._graphs: dict[Kind, _Graph] = {}
         self._device_graphs: CudaGraphs | None = None
@@ -155,7 +173,7 @@ class RecordedPasses:
             compared: the numbers of the outputs that are to be the network's own.
         """
         before = tensors()
-        tape, given = record(function, inputs, generator, staying, always)
+        tape, given = record(function, inputs, generator, staying, always, before.values())
         after = tensors()
         if before.keys() != after.keys() or any(tensor is not after[name] for name, tensor in before.items()):
             raise NotRecordable("a pass replaces tensors of the model or of the sums")
@@ -181,19 +199,24 @@ class RecordedPasses:
         self, kind: Kind, inputs: Sequence[Tensor], given: Any, own: Callable[[], Sequence[Tensor]]
     ) -> bool:
         """Whether the tape's outputs are the network's own, the last of ``own()``; compared until a pass has other outputs than the recorded
-        one. Where they are not, the tape is dropped. Waits for the device."""
+        one. Where they are not, the tape is dropped. Waits for the device, but for comparisons that are read later."""
         if kind in self._verified:
             return True
         with torch.no_grad():
             wanted = own()
-        if not all(map(alike, kind.outputs(inputs, *given), wanted)):
-            kind.tape = None
-            kind.refused = "the network's outputs for another batch are not those of the recorded function"
+            same = torch.stack([*map(alike_flag, kind.outputs(inputs, *given), wanted)]).all()
+        if self._defers and kind.proven:
+            self.compared[kind] = same
+            self._verified.add(kind)
+            return True
+        if not same:
+            kind.refuse()
             return False
         if kind.recorded is None:
             kind.recorded = wanted[-1]
         elif not torch.equal(wanted[-1], kind.recorded):
             self._verified.add(kind)
+            kind.proven = True
         return True
 
     def _outputs(
@@ -246,18 +269,23 @@ class RecordedBatches(RecordedPasses):
     Attributes:
         fine: whether all targets of batches that were graphs fit the likelihood, 0-dim; None where there were none.
         changeless: whether all that ran were tapes that write nothing but the sums.
+        compared: of tapes, whether their outputs were the network's own, 0-dim, which nobody has read.
 
     Args:
         run: of the fit, its network tried out with the first batch.
         add: adds a batch to the sums.
         likelihood: of the targets.
         settings: what else decides on what ``add`` does.
+        defers: whether the fit is done again where one of ``compared`` is false, so that no batch waits for its comparison.
     """
 
-    def __init__(self, run: CurvaturePass, add: Add, likelihood: Likelihood, settings: tuple[Any, ...]) -> None:
+    def __init__(
+        self, run: CurvaturePass, add: Add, likelihood: Likelihood, settings: tuple[Any, ...], defers: bool = False
+    ) -> None:
         super().__init__(run, run.all_rules, settings, likelihood)
         self._add, self._likelihood = add, likelihood
         self._checks = not _checks_on_device(type(likelihood))
+        self._may_defer = defers and not self._checks
         self.changeless = True
         self.fine: Tensor | None = None
 
@@ -364,6 +392,7 @@ class RecordedBatches(RecordedPasses):
     ) -> bool:
         """The network's own forward changes nothing where the tape, which has its operators, changes nothing."""
         self.changeless = self.changeless and kind.writes_sums_alone
+        self._defers = self._may_defer and kind.writes_sums_alone and has_graphs(inputs[-1].device)
         return super()._is_the_network(kind, inputs, given, own)
 
     @staticmethod
@@ -386,7 +415,7 @@ class RecordedBatches(RecordedPasses):
         """Add a batch by the tape. What data decide on is found out with it; None where that is not what the plan takes for it, and nothing
         is added."""
         self.changeless, y = self.changeless and kind.writes_sums_alone, inputs[-1]
-        draws_before = _states(y.device, generator) if plan.asked else []
+        draws_before = states(y.device, generator) if plan.asked else []
         statistic, outputs, fine, *matrices = self._outputs(kind, inputs, given, generator, bool(plan.asked))
         if plan.asked:
             taken = iter(matrices)
@@ -502,12 +531,17 @@ class _Graph:
         self._outputs = self._tape.run(inputs, *self._of_fit, draws, all_outputs=all_outputs)
 
 
+def can_be_again(loader: Iterable[Any], device: torch.device) -> bool:
+    """Whether a fit may pass over a loader's data once more, so that its comparisons need not be waited for."""
+    return has_graphs(device) and not isinstance(loader, Iterator)
+
+
 def _choices(uses: Sequence[Sequence[Use]]) -> Choices:
     return tuple(tuple(use.doubled for use in its) for its in uses)
 
 
-def _states(device: torch.device, generator: torch.Generator | None) -> list[tuple[torch.Generator, Tensor]]:
-    """The generators that a batch may draw from, and their states."""
+def states(device: torch.device, generator: torch.Generator | None) -> list[tuple[torch.Generator, Tensor]]:
+    """The generators that a fit may draw from, and their states."""
     own = [torch.default_generator] if generator is None else [torch.default_generator, generator]
     if device.type == "cuda":
         own.append(torch.cuda.default_generators[device.index or 0])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,10 @@ SMALL = 1 << 25
 # of gradients of units that are never off.
 SAMPLE, NUMBERS, ALIKE = 32, 2048, 1e-5
 DOUBLED = 1 << 22  # numbers that are copied to float64 at a time
+ALONE, ALIGNED = (
+    1 << 21,
+    32,
+)  # numbers of sums that have memory of their own; a multiple of which those of others begin at
 
 
 class Use(NamedTuple):
@@ -86,12 +92,22 @@ class SecondMoment:
         like: a tensor of the dtype (float32 or float64) in which rows are multiplied and on their device.
         name: what it belongs to, for error messages.
         basis: of the weights, or None.
+        total: zeros ``(G, d, d)`` in the place of new ones.
     """
 
     sums: Any = ops  # by whose functions rows are added
 
-    def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None) -> None:
-        self.total = torch.zeros(groups, size, size, dtype=torch.float64, device=like.device)
+    def __init__(
+        self,
+        groups: int,
+        size: int,
+        like: Tensor,
+        name: str,
+        basis: SpatialBasis | None = None,
+        total: Tensor | None = None,
+    ) -> None:
+        new = partial(torch.zeros, groups, size, size, dtype=torch.float64, device=like.device)
+        self.total = new() if total is None else total
         self.dtype = like.dtype  # of the rows, or of their products
         self.rows = 0
         self.name = name
@@ -369,6 +385,21 @@ class SecondMoment:
             f"(tolerance {tolerance[block].item():.3g}); a sum of outer products cannot. If a rule of your own filled it, check that only "
             "positive multiples of outer products are added."
         )
+
+
+def zeros_together(shapes: Iterable[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], list[Tensor]]:
+    """Zeros ``(G, d, d)``, float64, for each small sum of these ``(G, d)``, by the shape: parts of one memory, which few operators make."""
+    counts = Counter(shape for shape in shapes if shape[0] * shape[1] ** 2 <= ALONE)
+    places, end = {}, 0
+    for groups, size in counts:
+        places[groups, size] = end, (step := -(groups * size**2) % ALIGNED + groups * size**2)
+        end += counts[groups, size] * step
+    memory = torch.zeros(end, dtype=torch.float64, device=device)
+    found = {}
+    for (groups, size), (begin, step) in places.items():
+        shape, strides = (counts[groups, size], groups, size, size), (step, size**2, size, 1)
+        found[groups, size] = [*memory.as_strided(shape, strides, begin).unbind()]
+    return found
 
 
 class UnkeptMoment(SecondMoment):

@@ -86,7 +86,9 @@ class _Recorder:
         given: by slot, tensors that were there before, inputs among them.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], generator: torch.Generator | None) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], generator: torch.Generator | None, there: Iterable[Tensor] = ()
+    ) -> None:
         self.steps: list[_Step] = []
         self.storages: list[int] = []
         self.given: dict[int, Tensor] = {}
@@ -96,6 +98,9 @@ class _Recorder:
         self._views: list[list[tuple[int, Any]]] = []  # by storage, slots and their geometries
         self._given: set[int] = set()  # storages
         self.inputs = [self.slot_of(tensor) for tensor in inputs]
+        for tensor in there:  # each by itself, whatever memory it has in common with others
+            if self._same(tensor) is None:
+                self._give(tensor)
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.steps) >= MOST_STEPS:
@@ -130,21 +135,32 @@ class _Recorder:
     def slot_of(self, tensor: Tensor) -> int:
         """The slot of a tensor, or of another name of its memory; a new one of a tensor that was there before."""
         slot = self._find(tensor)
-        if slot is None:
-            slot = self._new(tensor)
-            self.given[slot] = tensor
-            self._given.add(self.storages[slot])
+        return self._give(tensor) if slot is None else slot
+
+    def _give(self, tensor: Tensor) -> int:
+        slot = self._new(tensor)
+        self.given[slot] = tensor
+        self._given.add(self.storages[slot])
         return slot
 
-    def _find(self, tensor: Tensor) -> int | None:
+    def _same(self, tensor: Tensor) -> int | None:
+        """The slot of a tensor, or of one with the same numbers of the same memory."""
         name, slot = self._names.get(id(tensor), (None, 0))
         if name is not None and name() is tensor:
             return slot
-        views, its = self._views[self._storage(tensor)], geometry(tensor)
-        for slot, of_slot in views:
+        its = geometry(tensor)
+        for slot, of_slot in self._views[self._storage(tensor)]:
             if of_slot == its:
                 self._name(tensor, slot)
                 return slot
+        return None
+
+    def _find(self, tensor: Tensor) -> int | None:
+        if (slot := self._same(tensor)) is not None:
+            return slot
+        views, its = self._views[self._storage(tensor)], geometry(tensor)
+        if sum(slot in self.given for slot, _ in views) > 1:
+            raise NotRecordable("a tensor is seen as a part of a memory that several tensors have in common")
         for slot, of_slot in views:
             if of_slot[3:] == its[3:]:  # what nobody dispatches, such as Tensor.data of a part
                 view, (size, stride, offset) = self._new(tensor), its[:3]
@@ -339,6 +355,7 @@ def record(
     generator: torch.Generator | None = None,
     staying: Iterable[Tensor] = (),
     always: int | None = None,
+    there: Iterable[Tensor] = (),
 ) -> tuple[Tape, list[Tensor]]:
     """The tape of a function that closes over its inputs, and the tensors that were there before. The function runs, but nothing that was
     there before changes, generators neither.
@@ -349,12 +366,13 @@ def record(
         generator: that the function draws from beside the global ones; others in each run.
         staying: tensors that are the same from one run to the next.
         always: how many of the outputs every run has; None is all.
+        there: tensors that the function may find; those that have memory in common must be among them.
 
     Raises:
         NotRecordable: the function reads numbers, or does what cannot be run again.
         Exception: what the function raises.
     """
-    recorder = _Recorder(inputs, generator)
+    recorder = _Recorder(inputs, generator, there)
     devices = [tensor.device for tensor in inputs if tensor.is_cuda]
     state = None if generator is None else generator.get_state()
     try:

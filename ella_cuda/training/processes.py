@@ -27,7 +27,7 @@ from ella_cuda.laplace.batches import (
     take,
 )
 from ella_cuda.laplace.distributed_fit import rounded
-from ella_cuda.laplace.parameters import fingerprint_of
+from ella_cuda.laplace.fingerprint import fingerprint_of
 from ella_cuda.ops._precision import casting_anew, without_autocast
 from ella_cuda.training.checkpoint import plain, random_state, restore_random_state
 from ella_cuda.training.learners import Learner, Prior

@@ -130,9 +130,9 @@ def test_a_fit_without_room_is_refused_before_it_allocates(monkeypatch):
     la, asked, read = KronLaplace(nn.Linear(3, 4)), [], []
     allocate = Rule.allocate
 
-    def allocated(rule: Rule) -> None:
+    def allocated(rule: Rule, *args: object) -> None:
         asked.append(rule)
-        allocate(rule)
+        allocate(rule, *args)
 
     def loader():
         read.append(True)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
-from ella_cuda.laplace.parameters import uneven_sum
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood, fingerprint
+from ella_cuda.laplace.fingerprint import uneven_sum
 
 
 def network():
@@ -233,3 +233,46 @@ def test_the_sum_that_sees_changes_has_all_elements(shape):
     weights = [0.5 + 0.6180339887498949 * i % 1 for i in range(1, values.numel() + 1)]
     expected = math.fsum(w * v for w, v in zip(weights, values.flatten().tolist(), strict=True))
     torch.testing.assert_close(uneven_sum(values).item(), expected, rtol=1e-9, atol=1e-9)
+
+
+def swapped(one: torch.Tensor, other: torch.Tensor) -> None:
+    kept = one.data.clone()
+    one.data.copy_(other.data)
+    other.data.copy_(kept)
+
+
+CHANGES = {
+    "two layers swapped": lambda m: swapped(m[0].weight, m[1].weight),
+    "rows swapped": lambda m: swapped(m[1].weight[0], m[1].weight[1]),
+    "another sign": lambda m: m[1].bias.data.neg_(),
+    "little": lambda m: m[0].bias.data[2].add_(1e-9),
+    "two statistics swapped": lambda m: swapped(m[2].running_mean, m[2].running_var),
+    "a large buffer": lambda m: m.table.mul_(1.0 + 1e-6),
+    "a frozen row that is looked up": lambda m: m[3].weight.data[1].mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("at_once", [1, 50, 1 << 22])
+def test_what_moves_the_fingerprint(at_once, monkeypatch):
+    monkeypatch.setattr(fingerprint, "AT_ONCE", at_once)
+    monkeypatch.setattr(fingerprint, "SMALL", 20)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Embedding(3, 4, max_norm=1e3)
+    ).double()
+    model[2].running_mean.normal_()
+    model.register_buffer("table", torch.randn(5, 5, dtype=torch.float64), persistent=False)
+    for change in CHANGES.values():
+        other = copy.deepcopy(model)
+        change(other)
+        before, after = (fingerprint.fingerprint_of(m).item() for m in (model, other))
+        assert before == fingerprint.fingerprint_of(copy.deepcopy(model)).item()
+        assert abs(after - before) > 2e-12 * abs(before)
+        assert fingerprint.filled_since(other, fingerprint.buffer_sums(model)) <= {
+            "2.running_mean",
+            "2.running_var",
+            "table",
+        }
+    with torch.inference_mode():
+        assert fingerprint.fingerprint_of(model) == before
+    assert fingerprint.fingerprint_of(model, {"table"}) != before

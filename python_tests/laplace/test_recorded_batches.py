@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.counted_ops import Counted as CountedOps
 from ella_cuda.laplace import (
     FactorShape,
     IndependentLikelihood,
@@ -422,14 +423,31 @@ def test_sums_that_wait_are_not_those_of_a_refused_recording(patient, replays, m
     assert not replays
 
 
-def test_a_network_that_changed_between_fits_runs_as_it_is(patient, replays, monkeypatch):
-    model, loader = Turning(), in_threes(*vectors(9))
-    la = KronLaplace(model).fit(loader)
+@pytest.mark.parametrize("graphs, once", [(False, False), (True, False), (True, True)])
+def test_a_network_that_changed_between_fits_runs_as_it_is(graphs, once, patient, replays, monkeypatch):
+    """With graphs the comparison is read at the end of a fit, which is done again where its loader allows for it."""
+    if graphs:
+        stand_in(monkeypatch)
+    model, loader = Turning(), in_threes(*vectors(9))[:7]
+    la = KronLaplace(model, fisher="mc").fit(loader)
     assert len(replays) in (5, 6)
     monkeypatch.setitem(SETTINGS, "factor", 2.0)  # where no description of the model looks
-    la.fit(loader)
+    replays.clear()
+    torch.manual_seed(3)
+    la.fit(iter(loader) if once else loader)
+    assert len(replays) == (7 if graphs and not once else 0)
     assert any("not those of the recorded function" in k.refused for k in known_model.known_of(model).kinds.values())
-    assert Sums(la) == fitted(copy.deepcopy(model), loader, patient)
+    torch.manual_seed(3)
+    assert Sums(la) == fitted(copy.deepcopy(model), loader, patient, fisher="mc")
+
+
+def test_host_reads_of_a_second_fit(monkeypatch):
+    stand_in(monkeypatch)
+    model, loader = perceptron(), in_threes(*vectors(9))
+    KronLaplace(model, fisher="mc").fit(loader)
+    with CountedOps() as counted:
+        KronLaplace(model, fisher="mc").fit(loader[:7])
+    assert counted.reads.total() == 1  # what is finite, and of the network
 
 
 class Halving(nn.Module):
@@ -840,6 +858,29 @@ def test_what_cannot_be_recorded(function):
     x = torch.randn(4)
     with pytest.raises(NotRecordable):
         record(lambda: [function(x)], [x])
+
+
+def test_tensors_of_one_memory_are_told_apart():
+    """A tape runs on tensors that have their memory in common otherwise, or not at all."""
+    x, memory = torch.randn(3), torch.zeros(8)
+    one, other = memory[:3], memory[5:]
+    tape, given = record(lambda: [one.add_(x) * 1, other.add_(2 * x) * 1], [x], there=[one, other])
+    assert [id(tensor) for tensor in given] == [id(one), id(other)] and not memory.any()
+    apart = torch.zeros(3), torch.zeros(3)
+    run(tape, [x], apart)
+    assert torch.equal(apart[0], x) and torch.equal(apart[1], 2 * x)
+
+
+def test_zeros_of_small_sums():
+    shapes = [(1, 3), (2, 5), (1, 3), (1, 2000)]
+    found = second_moment.zeros_together(shapes, torch.device("cpu"))
+    sums = [*found[1, 3], *found[2, 5]]
+    assert [tuple(t.shape) for t in sums] == [(1, 3, 3), (1, 3, 3), (2, 5, 5)] and (1, 2000) not in found
+    assert len({t.untyped_storage().data_ptr() for t in sums}) == 1 and not any(t.any() for t in sums)
+    assert all(t.is_contiguous() and t.storage_offset() % second_moment.ALIGNED == 0 for t in sums)
+    for number, total in enumerate(sums, 1):
+        total += number
+    assert [t.unique().tolist() for t in sums] == [[1], [2], [3]]
 
 
 def test_what_stays_is_computed_once():

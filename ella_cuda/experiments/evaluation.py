@@ -5,7 +5,9 @@ Predictions are made in two ways: ``plugin``, the softmax at the network's param
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +25,8 @@ from ella_cuda.progress import bar_size
 
 EVALUATION_BATCH = 500
 DEGREES = range(0, 181, 15)
+LEFT_OUT = 250  # training images, each of which is left out
+EXPONENTS = [k / 4 for k in range(-24, 13)]  # of ten, between bins; what is beyond the ends is in the last ones
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {  # of unfamiliarity
     "entropy": metrics.entropy,
     "max_probability": lambda p: 1 - p.amax(1),
@@ -156,6 +160,8 @@ def describe_predictions(
         predictive = own.get("predictive")
         row["nll_predictive"] = None if predictive is None else float(metrics.nll(predictive, labels))
         row["reliability"] = {way: _bins(metrics.reliability(p, labels)) for way, p in own.items()}
+        if la is not None and la.predictive_prior_precision is not None:
+            row["leave_one_out"] = _left_out(la, dataset)
         if asked.others:
             row["ood"] = {
                 other: {way: _told_apart(own[way], predicted(predict, images)) for way, predict in ways.items()}
@@ -185,6 +191,30 @@ def _bins(found: metrics.Reliability) -> dict[str, list[float | None]]:
         "count": found.count.tolist(),
         **{key: [None if v != v else v for v in getattr(found, key).tolist()] for key in ("confidence", "accuracy")},
     }
+
+
+def _left_out(la: KronLaplace, dataset: Dataset) -> dict[str, Any]:
+    """Histograms of leave-one-out losses and leverages at the learned precisions, and at those of predictions."""
+    loader = TensorLoader(dataset.train_images[:LEFT_OUT], dataset.train_labels[:LEFT_OUT], EVALUATION_BATCH)
+    predicting = copy.copy(la)
+    predicting.prior_precision = la.predictive_prior_precision
+    found: dict[str, Any] = {"exponents": EXPONENTS}
+    for name, posterior in (("learned", la), ("predictions", predicting)):
+        left = posterior.leave_one_out(loader)
+        nll = left.nll.item()
+        found[name] = {
+            "points": len(left.leverage),
+            "undefined": left.n_undefined,
+            "nll": None if math.isnan(nll) else nll,
+            "leverage": _counts(left.leverage),
+            "loss": _counts(-left.log_density[~left.log_density.isnan()]),
+        }
+    return found
+
+
+def _counts(values: Tensor) -> list[int]:
+    inner = 10.0 ** torch.tensor(EXPONENTS[1:-1], dtype=values.dtype, device=values.device)
+    return torch.bucketize(values, inner, right=True).bincount(minlength=len(EXPONENTS) - 1).tolist()
 
 
 def _told_apart(own: Tensor, others: Tensor) -> dict[str, float]:

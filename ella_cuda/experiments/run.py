@@ -178,9 +178,13 @@ def run_one(
 
         Of the Laplace approximation's calibrated predictive (``link_approx="probit"``; None where the curvature would be too large)
         ``nll_predictive`` (probabilities below 1e-12 count as such) ``, ece`` (a fraction, of 15 bins) ``, brier``, of the softmax
-        ``ece_plugin, brier_plugin``. What follows has a part ``plugin`` and, where there is one, ``predictive``: ``reliability``, by bin
-        ``count, confidence, accuracy`` (None in an empty one); of ``ood``, by data set, AUROC of ``entropy`` and ``max_probability``;
-        ``rotations``, of ``rotated_size`` images, a list of ``degrees, nll, accuracy, confidence`` (percent) ``, entropy``.
+        ``ece_plugin, brier_plugin``. Of the first 250 training images ``leave_one_out``, at the ``learned`` precisions and at those of
+        ``predictions``: ``points, undefined, nll`` and counts of ``leverage`` and ``loss`` between the powers of ten that ``exponents`` has;
+        none where predictions are not calibrated.
+
+        What follows has a part ``plugin`` and, where there is one, ``predictive``: ``reliability``, by bin ``count, confidence, accuracy``
+        (None in an empty one); of ``ood``, by data set, AUROC of ``entropy`` and ``max_probability``; ``rotations``, of ``rotated_size``
+        images, a list of ``degrees, nll, accuracy, confidence`` (percent) ``, entropy``.
 
     Raises:
         ValueError: data of ``ood`` do not fit; a checkpoint is of another configuration or of other data, see

@@ -28,7 +28,16 @@ from ella_cuda.reports.text import (
 from ella_cuda.run_folder import CSV_FILE, TABLE_FILE, write_summary
 
 Rows = Sequence[Mapping[str, Any]]
-NESTED = ("layers", "other_parameters", "reliability", "ood", "rotations", "augmentation", DIGEST)  # of a row
+NESTED = (
+    "layers",
+    "other_parameters",
+    "reliability",
+    "leave_one_out",
+    "ood",
+    "rotations",
+    "augmentation",
+    DIGEST,
+)  # of a row
 WHERE = {"test": "test images", "holdout": "held-out training images", "train": "the training images themselves"}
 
 

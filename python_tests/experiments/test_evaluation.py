@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -82,6 +83,23 @@ def test_calibration_is_that_of_the_loaded_network(asked):
         nll = row["nll" if way == "plugin" else "nll_predictive"]
         assert nll == pytest.approx(-np.log(p[np.arange(len(p)), labels]).mean(), rel=1e-5)
     assert row["ece"] != row["ece_plugin"]
+
+
+def test_histograms_of_images_that_are_left_out(asked):
+    config, row, loaded = asked
+    data, found = prepare_for(config), row["leave_one_out"]
+    la, loader = loaded.la, [(data.train_images, data.train_labels)]
+    edges = np.array([0, *(10.0 ** np.array(found["exponents"][1:-1])), np.inf])
+    for name, precision in (("learned", la.prior_precision), ("predictions", la.predictive_prior_precision)):
+        other = copy.copy(la)
+        other.prior_precision = precision
+        left, one = other.leave_one_out(loader), found[name]
+        losses = -left.log_density.numpy()
+        assert (one["points"], one["undefined"]) == (40, np.isnan(losses).sum())
+        assert one["leverage"] == np.histogram(left.leverage.numpy(), edges)[0].tolist()
+        assert one["loss"] == np.histogram(losses[~np.isnan(losses)], edges)[0].tolist()
+        assert one["nll"] == pytest.approx(np.nanmean(losses), rel=1e-6)
+    assert found["learned"]["nll"] != found["predictions"]["nll"]
 
 
 def test_other_data_are_told_apart_by_their_uncertainty(asked, data_dir):

@@ -1,4 +1,4 @@
-"""Pictures of calibration: confidence against accuracy, and predictions of images that turn."""
+"""Pictures of calibration: confidence against accuracy, training images left out, and predictions of images that turn."""
 
 from __future__ import annotations
 
@@ -86,6 +86,36 @@ def _draw_counts(axis: Any, found: Reliability, largest: int, first: bool) -> No
     axis.set(xlim=(0, 1), ylim=(0.5, 2 * largest), xticks=[0, 0.5, 1])
     axis.minorticks_off()
     axis.tick_params(labelbottom=True, labelleft=first)
+
+
+def draw_left_out(found: Mapping[str, Any], title: str = "") -> Any:
+    """Histograms of the leverages of training images, and of minus their leave-one-out log densities, at the precisions that were learned
+    and at those of predictions. From a leverage of 1 on, at the line, an image has no leave-one-out density.
+
+    Args:
+        found: a row's ``leave_one_out``.
+        title: of the picture.
+
+    Returns:
+        A matplotlib ``Figure``.
+    """
+    figure, axes = panels(2, 2, TEXT_WIDTH, 1.8)
+    edges, legend = [10.0**e for e in found["exponents"]], {}
+    for number, (way, name) in enumerate(
+        (("learned", "at the learned precisions"), ("predictions", "at those of predictions"))
+    ):
+        one = found[way]
+        nll = "" if one["nll"] is None else f"NLL {one['nll']:.3f}, "
+        label = f"{name}: {nll}{one['undefined']} of {one['points']} without a density"
+        style = {"color": OTHER_STYLES[number][0], "linestyle": LINE_STYLES[number], "linewidth": 1.2}
+        for axis, key in zip(axes, ("leverage", "loss"), strict=True):
+            legend[label] = axis.stairs(one[key], edges, **style)
+    for axis, label in zip(axes, ("leverage", "minus leave-one-out log density, nats"), strict=True):
+        axis.set_xscale("log")
+        plain_axes(axis, "", label, "training images" if axis is axes[0] else "")
+    axes[0].axvline(1, **DIAGONAL)
+    finish(figure, title, legend)
+    return figure
 
 
 def draw_rotations(methods: Mapping[str, Sequence[Mapping[str, float]]], title: str = "") -> Any:

@@ -17,7 +17,7 @@ from ella_cuda.metrics import Reliability
 from ella_cuda.models import SPARSE_PATHS
 from ella_cuda.reports.pictures.amounts import draw_amounts, draw_samples
 from ella_cuda.reports.pictures.anchors import draw_anchors
-from ella_cuda.reports.pictures.calibration import draw_reliability, draw_rotations
+from ella_cuda.reports.pictures.calibration import draw_left_out, draw_reliability, draw_rotations
 from ella_cuda.reports.pictures.curves import draw_curves
 from ella_cuda.reports.pictures.filters import draw_filters
 from ella_cuda.reports.pictures.layers import draw_layers
@@ -58,7 +58,8 @@ def save_pictures(rows: Sequence[Mapping[str, Any]], runs_dir: Path, out_dir: Pa
 
     ``curves`` and, where a network chose among paths, ``layers`` show all runs. In a folder for each run are
     ``precisions`` (of evidence runs), ``filters`` (where weights have images), ``anchors`` (of sparsified layers), ``amounts`` (of a learned
-    augmentation), and of finished runs ``samples`` (of one), ``reliability`` and, with turned images, ``rotations``.
+    augmentation), and of finished runs ``samples`` (of one), ``reliability``, ``leave_one_out`` (where predictions are calibrated) and, with
+    turned images, ``rotations``.
     A run's own pictures that are in its folder and younger than what they show are not drawn again, but copied where
     they are wanted elsewhere: delete a picture to have it drawn anew.
 
@@ -113,6 +114,8 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
             makers["anchors"] = lambda: draw_anchors(row, weights(), _start(run_dir))
     if "reliability" in row:
         makers["reliability"] = lambda: draw_reliability(_methods(row["reliability"], _reliability), run_title(row))
+    if "leave_one_out" in row:
+        makers["leave_one_out"] = lambda: draw_left_out(row["leave_one_out"], f"{run_title(row)}: each image left out")
     if "rotations" in row:
         makers["rotations"] = lambda: draw_rotations(
             _methods(row["rotations"], list),

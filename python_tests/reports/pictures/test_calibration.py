@@ -6,6 +6,7 @@ import torch
 
 from ella_cuda.metrics import Reliability
 from ella_cuda.reports import draw_reliability, draw_rotations
+from ella_cuda.reports.pictures.calibration import draw_left_out
 from python_tests.reports.pictures.pages import check_page
 
 # Four bins, the second empty: |0.2 - 0.1|, |0.5 - 0.7| and |1 - 0.9| weigh 10, 20 and 70 of 100.
@@ -56,4 +57,19 @@ def test_a_line_for_each_method_over_the_angle():
         assert axis.get_ylim()[0] == 0 and axis.get_xlabel() == "degrees"
     assert [figure.axes[k].get_ylim()[1] for k in (1, 2)] == [100, 100]
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["MAP", "predictive"]
+    check_page(figure)
+
+
+def test_leverages_and_losses_of_both_precisions():
+    one = {"points": 5, "undefined": 2, "nll": 0.25, "leverage": [1, 4], "loss": [0, 3]}
+    other = {"points": 5, "undefined": 5, "nll": None, "leverage": [0, 5], "loss": [0, 0]}
+    figure = draw_left_out({"exponents": [-1, 0, 1], "learned": other, "predictions": one}, "whose")
+    for axis, key in zip(figure.axes, ("leverage", "loss"), strict=True):
+        learned, predictions = (patch.get_data() for patch in axis.patches)
+        assert list(learned.values) == other[key] and list(predictions.values) == one[key]
+        assert list(learned.edges) == [0.1, 1, 10] and axis.get_xscale() == "log"
+    assert list(figure.axes[0].lines[0].get_xdata()) == [1, 1] and not figure.axes[1].lines
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == [
+        "at the learned precisions: 5 of 5 without a density", "at those of predictions: NLL 0.250, 2 of 5 without a density",
+    ]  # fmt: skip
     check_page(figure)

@@ -103,10 +103,10 @@ class KronLaplace(BaseLaplace):
         dict_key_x, dict_key_y: keys of batches that are mappings, see :meth:`fit`.
         ignore_index: the label of positions that have no part in a classification's likelihood and Hessian. Their inputs still are among
             those that the input sides of factors are sums over.
-        unknown: what becomes of a module's parameters that no rule knows, such as class tokens and position embeddings: "error";
-            "freeze", which takes them for constants, and layers that a rule refuses; or "diagonal", which gives them the exact diagonal of
-            their block, from gradients of single data points. Where all of them have one axis or none, such as FixUp's scales and biases,
-            they get their exact blocks so, whatever is chosen; with "diagonal" those with one axis or none always do.
+        unknown: what becomes of parameters that no rule knows and that have several axes longer than one, such as position embeddings:
+            "diagonal" gives them the exact diagonal of their block, from gradients of single data points; "error" does so where they are
+            at most a tenth of the trainable numbers, and refuses more; "freeze" takes them for constants, those beside them in a module, and
+            layers that a rule refuses. Others, such as FixUp's scales, layer scales and class tokens, get their exact blocks.
         eigenvalue_correction: whether the curvature's own diagonal in the eigenbasis of each parameter's factors takes the place of the
             Kronecker product's eigenvalues (EKFAC): traces are those of the generalised Gauss-Newton matrix. :meth:`fit` then passes over the
             data twice, and as many float64 numbers as there are parameters are kept, with the eigenvectors; see

@@ -1169,14 +1169,17 @@ class _Joined:
 
 
 def _require_last(model: nn.Module, rule: Rule, x: Inputs) -> None:
-    """ValueError where the model's output is not the output of the rule's layer."""
+    """ValueError where the model's output is not the output of the rule's layer, or rows of it, as those of a sequence's last token."""
     seen: list[Any] = []
     x, copies = tried_copies(model, x)
     with hooks([rule.module], after=lambda module, args, out: seen.append(out)), torch.no_grad(), at_test_time(model):
         outputs = run_model(model, x)
     if copies > 1:
         seen = [out.unflatten(0, (-1, copies)).mean(1) for out in seen[-1:]]
-    if not (seen and isinstance(seen[-1], Tensor) and isinstance(outputs, Tensor) and torch.equal(seen[-1], outputs)):
+    found = seen[-1] if seen else None
+    known = isinstance(found, Tensor) and isinstance(outputs, Tensor) and found.shape[-1:] == outputs.shape[-1:]
+    rows = (outputs.flatten(0, -2)[:, None] == found.flatten(0, -2)).all(2) if known else None
+    if rows is None or not rows.any(1).all():
         raise ValueError(
             f"subset_of_weights='last_layer': the model's output is not that of {rule.label}, the last module of model.named_modules() with "
             "trainable parameters. Name the last layer: subset_of_weights=['its name']."

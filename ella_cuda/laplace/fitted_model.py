@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from ella_cuda.laplace.fingerprint import filled_since, fingerprint_of
 from ella_cuda.laplace.known_model import FunctionDescription
 from ella_cuda.laplace.parameters import (
     FittedBases,
+    is_inside,
     require_local,
     require_no_inference,
     trainable,
@@ -97,10 +98,30 @@ class FittedModel:
     # layers and parameters as they are -------------------------------------------------------------------------------
 
     def present_rules(self) -> list[Rule]:
-        """New rules, without factors, of the model's layers as they are; raises as :func:`ella_cuda.laplace.rules.rules_for`."""
-        rules = restricted(rules_for(self.model, **self._settings), self.subset_of_weights)
+        """New rules, without factors, of the model's layers as they are; raises as :func:`ella_cuda.laplace.rules.rules_for`, of layers in
+        ``subset_of_weights``."""
+        rules = self._rules_of_subset() or restricted(rules_for(self.model, **self._settings), self.subset_of_weights)
         require_served(self.model, rules)
         return rules
+
+    def _rules_of_subset(self) -> list[Rule] | None:
+        """The rules of a subset, beside which other layers need none; None of all layers, and where the subset itself lacks a rule."""
+        subset = self.subset_of_weights
+        known = subset == "last_layer" or (isinstance(subset, Iterable) and not isinstance(subset, str))
+        if not known or self._settings["unknown"] != "error":
+            return None
+        parameters = trainable(self.model)
+        if subset == "last_layer":
+            layer = [*parameters][-1].rpartition(".")[0]
+            inside = [p for name, p in parameters.items() if name.rpartition(".")[0] == layer]
+        else:
+            inside = [p for name, p in parameters.items() if any(is_inside(name, one) for one in subset)]
+        try:
+            rules = restricted(rules_for(self.model, **self._settings | {"unknown": "freeze"}), subset)
+        except (TypeError, ValueError):
+            return None
+        served = {id(rule.parameters()[name]) for rule in rules for name in rule.trainable}
+        return rules if {id(p) for p in inside} <= served else None
 
     def _served(self, rules: Sequence[Rule]) -> dict[str, nn.Parameter]:
         """The trainable parameters that these rules have, by name; ``unknown="freeze"`` leaves some out."""

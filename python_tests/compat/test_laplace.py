@@ -563,3 +563,14 @@ def test_copies_are_independent():
     other.prior_precision = 9.0
     assert not torch.allclose(other(x), la(x))
     assert la.prior_precision.item() == 1
+
+
+def test_a_clone_stays_when_more_data_are_added():
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(6, 3).double()
+    la = laplace.Laplace(model, "regression", "all", "ella_kron")
+    la.fit([(data, data[:, :2])])
+    before, clone = la.H.to_matrix(), la.H.clone()
+    la.fit([(data, data[:, :2])], override=False)
+    torch.testing.assert_close(clone.to_matrix(), before, rtol=0, atol=0)
+    torch.testing.assert_close(la.H.to_matrix(), 2 * before)

@@ -309,3 +309,56 @@ def test_parameters_of_two_dtypes_without_a_cast_are_told_where_autocast_belongs
         pytest.raises(TypeError, match=r"torch\.bfloat16, torch\.float32.*inside of forward"),
     ):
         la.fit([(torch.randn(4, 5), torch.randint(3, (4,)))])
+
+
+class Strange(nn.Module):
+    """A parameter that no rule knows below a linear head, of whose positions the last is the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.head = nn.Parameter(torch.randn(3, 4, **DOUBLE)), nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        return self.head(torch.tanh(x @ self.mix))[:, -1]
+
+
+@pytest.mark.parametrize("subset", ["last_layer", ["head"]])
+def test_layers_outside_of_the_subset_need_no_rule(subset):
+    model, x, y = Strange(), torch.randn(7, 2, 3, **DOUBLE), torch.randint(3, (7,))
+    la = FullLaplace(model, subset_of_weights=subset).fit([(x, y)])
+    features = torch.tanh(x @ model.mix)[:, -1].detach()
+    expected = FullLaplace(model.head).fit([(features, y)])
+    torch.testing.assert_close(la.H, expected.H)
+    torch.testing.assert_close(la(x), expected(features))
+    assert KronLaplace(model, subset_of_weights=subset).fit([(x, y)]).parameter_names == ["head.weight", "head.bias"]
+    for wrong in ("all", ["mix"], ["mix", "head"]):
+        with pytest.raises(TypeError, match="no curvature rule"):
+            KronLaplace(model, subset_of_weights=wrong)
+
+
+def test_the_last_layer_is_gpt_2_s():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": 16, "pad_token_id": 0}
+    torch.manual_seed(0)
+    net = transformers.GPT2ForSequenceClassification(
+        transformers.GPT2Config(**sizes, num_labels=3, bos_token_id=1, eos_token_id=1)
+    )
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net.double().eval()
+
+        def forward(self, data):
+            return self.net(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).logits
+
+    model = Logits()
+    ids = torch.randint(1, 11, (6, 5))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(3, (6,))}
+    la = FullLaplace(model, subset_of_weights="last_layer").fit([batch])
+    assert la.parameter_names == ["net.score.weight"]
+    assert KronLaplace(model, subset_of_weights="last_layer").fit([batch]).parameter_names == la.parameter_names
+    hidden = net.transformer(ids).last_hidden_state[:, -1].detach()
+    expected = FullLaplace(net.score).fit([(hidden, batch["labels"])])
+    torch.testing.assert_close(la.H, expected.H)
+    torch.testing.assert_close(la(batch), expected(hidden))

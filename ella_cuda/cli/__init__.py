@@ -1,4 +1,4 @@
-"""The command ``ella-cuda``: train, reproduce, inspect, info."""
+"""The command ``ella-cuda``: train, evaluate, predict, compare, reproduce, inspect, info."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typing import Any
 
 from ella_cuda import __version__
 from ella_cuda.cli.common import FAILED, INTERRUPTED, USAGE, UsageError
+from ella_cuda.cli.compare import add_compare
+from ella_cuda.cli.evaluate import add_evaluate
 from ella_cuda.cli.info import add_info
 from ella_cuda.cli.inspect import add_inspect
+from ella_cuda.cli.predict import add_predict
 from ella_cuda.cli.reproduce import add_reproduce
 from ella_cuda.cli.train import add_train
 from ella_cuda_command import Stop, lead_nowhere
@@ -154,6 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     add_train(commands)
+    add_evaluate(commands)
+    add_predict(commands)
+    add_compare(commands)
     add_reproduce(commands)
     add_inspect(commands)
     add_info(commands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Integral
 from typing import NamedTuple
 
@@ -136,18 +137,47 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         TypeError: not floating-point tensors.
         ValueError: a tensor that is empty, not of one axis, has NaN, or is on another device.
     """
-    for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
-        _check_floating("auroc", name, scores)
-        if scores.dim() != 1 or not len(scores):
-            raise ValueError(
-                f"auroc: {name} must have shape (N,) with N at least 1, got {tuple(scores.shape)}; pass one score for each data point."
-            )
-        if scores.isnan().any():
-            raise ValueError(f"auroc: {name} must have no NaN, got {int(scores.isnan().sum())} of {len(scores)}.")
-    _check_device("auroc", "scores_out", scores_out, "scores_in", scores_in)
+    _check_scores("auroc", scores_in, scores_out)
     ordered, others = scores_in.double().sort().values, scores_out.double()
     below, not_above = (torch.searchsorted(ordered, others, right=right).sum() for right in (False, True))
     return (below + not_above).double() / (2 * len(ordered) * len(others))
+
+
+def aurc(p: Tensor, y: Tensor) -> Tensor:
+    """The area under the risk-coverage curve: the mean, over all numbers of the most confident predictions, of the share of these that is
+    wrong (Geifman and El-Yaniv 2017). Confidence is the largest probability; among equals the order is a random one's mean.
+
+    Arguments and errors are those of :func:`nll`.
+
+    Returns:
+        A 0-dim float64 tensor in [0, 1].
+    """
+    p, y = _checked("aurc", p, y)
+    _, group, count = p.amax(1).neg().unique(return_inverse=True, return_counts=True)  # the most confident first
+    wrong = torch.zeros(len(count), dtype=torch.float64, device=p.device).index_add_(0, group, 1 - _hits(p, y))
+    errors = (wrong / count).repeat_interleave(count).cumsum(0)
+    return (errors / torch.arange(1, len(p) + 1, device=p.device)).mean()
+
+
+def fpr_at_recall(scores_in: Tensor, scores_out: Tensor, recall: float = 0.95) -> Tensor:
+    """The share of ``scores_out`` that passes for familiar, at the least threshold under which ``recall`` of ``scores_in`` do: FPR at 95 %
+    (Liang, Li and Srikant 2018).
+
+    Args:
+        scores_in, scores_out: as of :func:`auroc`; a score at the threshold passes.
+        recall: above 0 and at most 1.
+
+    Returns:
+        A 0-dim float64 tensor in [0, 1].
+
+    Raises:
+        TypeError, ValueError: as :func:`auroc`; ``recall`` out of range.
+    """
+    _check_scores("fpr_at_recall", scores_in, scores_out)
+    if not 0 < recall <= 1:
+        raise ValueError(f"fpr_at_recall: recall must be above 0 and at most 1, got {recall}.")
+    limit = scores_in.double().sort().values[math.ceil(recall * len(scores_in)) - 1]
+    return (scores_out.double() <= limit).double().mean()
 
 
 def _hits(p: Tensor, y: Tensor) -> Tensor:
@@ -184,6 +214,18 @@ def _probabilities(function: str, p: Tensor) -> Tensor:
             f"{sums.min().item():g} to {sums.max().item():g}; of logits pass their softmax."
         )
     return p
+
+
+def _check_scores(function: str, scores_in: Tensor, scores_out: Tensor) -> None:
+    for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
+        _check_floating(function, name, scores)
+        if scores.dim() != 1 or not len(scores):
+            raise ValueError(
+                f"{function}: {name} must have shape (N,) with N at least 1, got {tuple(scores.shape)}; pass one score for each data point."
+            )
+        if scores.isnan().any():
+            raise ValueError(f"{function}: {name} must have no NaN, got {int(scores.isnan().sum())} of {len(scores)}.")
+    _check_device(function, "scores_out", scores_out, "scores_in", scores_in)
 
 
 def _check_floating(function: str, name: str, value: Tensor) -> None:

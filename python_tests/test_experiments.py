@@ -312,7 +312,9 @@ def test_learning_rates_fall_with_the_number_of_inputs():
 def test_a_run_starts_and_learns_as_its_config_says(tmp_path, monkeypatch):
     inits = []
     real = neyshabur
-    monkeypatch.setattr("ella_cuda.experiments.run.neyshabur", lambda *a, **k: inits.append(k["init"]) or real(*a, **k))
+    monkeypatch.setattr(
+        "ella_cuda.experiments.networks.neyshabur", lambda *a, **k: inits.append(k["init"]) or real(*a, **k)
+    )
     run_one(small(objective="map", epochs=1, init="equivariant", fan_in_limit=8, lr=0.01), tmp_path, progress=False)
     assert inits == ["equivariant"]
     groups = read_checkpoint(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"]

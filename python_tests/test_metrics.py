@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -98,9 +99,36 @@ def test_auroc_of_sets_apart_and_of_infinite_scores():
     assert [float(metrics.auroc(*pair)) for pair in ((low, high), (high, low), (high, high))] == [1, 0, 0.5]
 
 
+@pytest.mark.parametrize("ties", [False, True])
+def test_aurc_is_the_mean_risk_over_all_coverages_and_orders_of_equal_ones(ties):
+    p = torch.rand(6, 2, dtype=torch.float64).softmax(1)
+    p = p[[0, 0, 1, 0, 1, 2]] if ties else p
+    y = torch.tensor([0, 1, 1, 0, 0, 1])
+    wrong, confidence = (p.argmax(1) != y).double().tolist(), p.amax(1).tolist()
+    orders = [
+        o
+        for o in itertools.permutations(range(6))
+        if all(confidence[a] >= confidence[b] for a, b in itertools.pairwise(o))
+    ]
+    risks = [sum(sum(wrong[i] for i in o[:k]) / k for k in range(1, 7)) / 6 for o in orders]
+    assert float(metrics.aurc(p, y)) == pytest.approx(sum(risks) / len(risks), rel=1e-12)
+
+
+@pytest.mark.parametrize("recall", [0.5, 0.95, 1.0])
+@pytest.mark.parametrize("ties", [False, True])
+def test_false_positives_are_those_of_scikit_learns_curve(ties, recall):
+    inside, outside = torch.randn(70), torch.randn(41) + 0.7
+    if ties:
+        inside, outside = inside.round(), outside.round()
+    truth = [1] * 70 + [0] * 41  # familiar ones are to be found
+    fpr, tpr, _ = sklearn.metrics.roc_curve(truth, -torch.cat([inside, outside]), drop_intermediate=False)
+    expected = min(f for f, t in zip(fpr, tpr, strict=True) if t >= recall)
+    assert float(metrics.fpr_at_recall(inside, outside, recall)) == pytest.approx(expected, rel=1e-12)
+
+
 P, Y = torch.full((4, 3), 1 / 3), torch.tensor([0, 1, 2, 0])
 OF_LABELS = [metrics.nll, metrics.accuracy, metrics.brier_score, metrics.reliability]
-OF_LABELS += [metrics.expected_calibration_error]
+OF_LABELS += [metrics.expected_calibration_error, metrics.aurc]
 
 
 @pytest.mark.parametrize("function", OF_LABELS, ids=lambda f: f.__name__)
@@ -142,6 +170,7 @@ def test_bins_are_counted(bins):
         (lambda: metrics.auroc(torch.ones(2), torch.ones(2, 1)), ValueError, "auroc: scores_out must have shape"),
         (lambda: metrics.auroc(torch.ones(2), torch.tensor([math.nan])), ValueError, "scores_out must have no NaN, got 1 of 1"),
         (lambda: metrics.auroc(torch.ones(2).long(), torch.ones(2)), TypeError, "scores_in must be a floating-point"),
+        (lambda: metrics.fpr_at_recall(torch.ones(2), torch.ones(2), 0), ValueError, "recall must be above 0"),
         (lambda: metrics.entropy(P * 2), ValueError, "entropy: p must be probabilities"),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from ella_cuda import cli, experiments, laplace
 
@@ -28,7 +29,9 @@ def blocks(page: str) -> list[str]:
 def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (training,) = blocks(README)
-    own, predicting, alone, at_mode, others, further, augmented, banks, imaged, tagged, outputs, loading = blocks(USE)
+    own, predicting, alone, at_mode, others, further, augmented, banks, imaged, tagged, outputs, loading, photos = (
+        blocks(USE)
+    )
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
@@ -80,6 +83,17 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     experiments.run_one(config, folder, progress=False)
     exec(compile(loading, "use.md", "exec"), names)
     assert names["config"] == dataclasses.replace(config, evidence_batch_size=150) and names["la"].n_data == 40
+    for i, name in enumerate(("photos/a/1", "photos/a/2", "photos/b/1", "photos/b/2", "test/a/1", "test/b/1", "new")):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (5, 5), (10 * i, 90 * ("a/" in name), 200 - 30 * i)).save(f"{name}.png")
+    Path("new.png").rename("new.jpg")  # readers go by content
+    sizes = {"model": "", "width": 1, "epochs": 1, "image_size": 32, "split": 0.5}
+    config = experiments.configure("./photos", "plain", "conv", "evidence", **sizes)
+    (folder,) = re.findall(r'load_run\("(.*?)"\)', photos)
+    assert Path(folder).name.replace("resnet18", "conv") == config.name
+    experiments.run_one(config, folder.replace("resnet18", "conv"), progress=False)
+    exec(compile(photos.replace("resnet18", "conv"), "use.md", "exec"), names)
+    assert len(names["answers"].classes) == 1 and names["photos"].class_names == ("a", "b")
 
 
 def test_the_blocks_of_method_run():

@@ -40,7 +40,8 @@ COMMON: dict[str, dict[str, str | None]] = {
 KINDS = {int: "a whole number", float: "a number"}
 EXAMPLES = """\
   ella-cuda check                      does it work here?
-  ella-cuda train --epochs 20          scikit-learn's digits, a few minutes"""
+  ella-cuda train --epochs 20          scikit-learn's digits, a few minutes
+  ella-cuda train photos/              your images, a folder for each class"""
 
 
 class Parser(argparse.ArgumentParser):

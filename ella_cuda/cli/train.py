@@ -51,16 +51,7 @@ def add_train(commands: Any) -> None:
         "the data set's recipe's. Images of one's own train torchvision's resnet18 on all that no test part needs; the evidence of these "
         "learns weight decay, a prior precision of every tensor.",
     )
-    train.add_argument(
-        "path", nargs="?", type=as_data, choices=DataSets(), metavar="PATH", help="short for --data PATH"
-    )
-    train.add_argument(
-        "--skip-unreadable",
-        dest="unreadable",
-        action="store_const",
-        const="skip",
-        help="leave out images of one's own that cannot be read, and name them (else they are an error)",
-    )
+    add_path(train)
     add_attributes(train)
     add_spread(train)
     add_session(train, f"; naming --objective is enough. Without --layer, the network of {DENSE_PATH} paths too")
@@ -68,10 +59,34 @@ def add_train(commands: Any) -> None:
     train.set_defaults(command=_train)
 
 
-def _train(args: argparse.Namespace) -> int:
+def add_path(command: argparse.ArgumentParser) -> None:
+    """The options of images of one's own."""
+    command.add_argument(
+        "path", nargs="?", type=as_data, choices=DataSets(), metavar="PATH", help="short for --data PATH"
+    )
+    command.add_argument(
+        "--skip-unreadable",
+        dest="unreadable",
+        action="store_const",
+        const="skip",
+        help="leave out images of one's own that cannot be read, and name them (else they are an error)",
+    )
+
+
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that the command line names, PATH as --data.
+
+    Raises:
+        UsageError: both, and they differ. What :func:`given_options` raises.
+    """
     given = given_options(args)
     if (path := given.pop("path", None)) is not None and given.setdefault("data", path) != path:
         raise UsageError(f"PATH {path} and --data {given['data']} name two data sets; leave one out.")
+    return given
+
+
+def _train(args: argparse.Namespace) -> int:
+    given = asked(args)
     if "resume" in given:
         configs, options = resumed("train", Path(args.resume), given)
     else:

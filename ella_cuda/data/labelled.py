@@ -12,7 +12,8 @@ import io
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ class Labelled:
             (self.names, self.labels, self.parts, self.sources), (name, label, part, source), strict=True
         ):
             values.append(value)  # type: ignore[arg-type]
+
+    def only(self, chosen: Sequence[bool]) -> Labelled:
+        """Those that are chosen."""
+        lists = {name: [*compress(getattr(self, name), chosen)] for name in ("names", "labels", "parts", "sources")}
+        return dataclasses.replace(self, **lists)
 
 
 def folder(
@@ -163,6 +169,25 @@ def labelled(path: str | os.PathLike[str]) -> Labelled:
             f"{path} must be a folder with a folder of images for each class, a .npz of arrays or a .csv of paths and labels."
         )
     return readers[path.suffix.lower()](path)
+
+
+def image_files(paths: Iterable[str | os.PathLike[str]]) -> Labelled:
+    """The images of files, whatever their names, and those in and below folders; without labels.
+
+    Raises:
+        FileNotFoundError: a path is not there. ValueError: there is no image, or a folder cannot be read.
+    """
+    given = [Path(path) for path in paths]
+    found = Labelled(given[0] if len(given) == 1 else Path("the files"))
+    for path in given:
+        if not os.path.lexists(path):
+            raise FileNotFoundError(f"{path} does not exist; name files of images, or folders of them.")
+        inside = [f for f in _files(path) if f.suffix.lower() in _endings()] if path.is_dir() else [path]
+        for file in inside:
+            found.add(str(file), "", "", file)
+    if not found.names:
+        raise ValueError(f"{', '.join(map(str, given[:SHOWN]))}: no images there (of {', '.join(_endings())}).")
+    return found
 
 
 def _of_folder(path: Path) -> Labelled:

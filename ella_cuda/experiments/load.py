@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from ella_cuda.data import TensorLoader
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
 from ella_cuda.experiments.networks import build_network, runs_code
+from ella_cuda.experiments.predictions import Predictions, evaluate_on, predict, threshold, wrong_labels
 from ella_cuda.experiments.run import averaged, own_random_state, prepare_for, same_copies
 from ella_cuda.files import damaged
 from ella_cuda.laplace import KronLaplace
@@ -33,16 +35,99 @@ from ella_cuda.training.trainer import calibrated
 ADVICE = "do the run again"
 
 
-class LoadedRun(NamedTuple):
-    """What :func:`load_run` gives."""
-
+class _Loaded(NamedTuple):
     model: nn.Module  # in evaluation mode
     la: KronLaplace  # of the model, with the run's prior precisions; fitted if asked for, at a finished run's copies
     config: RunConfig
     epoch: int  # epochs done: config.epochs in a finished run
-    class_names: tuple[str, ...] = ()  # their numbers where classes have no names
-    black: Tensor | None = None  # (C,): what the network takes for a pixel that is 0; None in runs of earlier versions
-    white: Tensor | None = None  # and for one that is 1
+
+
+class LoadedRun(_Loaded):
+    """What :func:`load_run` gives: ``(model, la, config, epoch)``, and what predictions for images in files need.
+
+    Attributes:
+        class_names: of the classes; their numbers where they have no names.
+        black: ``(C,)``, what the network takes for a pixel that is 0; None in runs of earlier versions. white: and for one that is 1.
+        run_dir: the run's folder.
+    """
+
+    class_names: tuple[str, ...] = ()
+    black: Tensor | None = None
+    white: Tensor | None = None
+    run_dir: Path | None = None
+
+    def predict(
+        self, files: Iterable[str | os.PathLike[str]], *, skip_unreadable: bool = False, progress: bool = False
+    ) -> Predictions:
+        """Classes of images, with error bars.
+
+        Args:
+            files: files of images, or folders in and below which all images are taken.
+            skip_unreadable: leave out files that cannot be read, in place of an error.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The :class:`ella_cuda.experiments.Predictions`; its names tell the files.
+
+        Raises:
+            FileNotFoundError: a file is not there. ValueError: a file cannot be read, or the run's images are made of several.
+            RuntimeError: la is not fitted, and the run keeps no factors: load it with ``fit=True``.
+        """
+        self._need_factors()
+        return predict(self, files, skip_unreadable, progress)
+
+    def evaluate(
+        self,
+        path: str | os.PathLike[str],
+        ood: str | os.PathLike[str] | None = None,
+        *,
+        skip_unreadable: bool = False,
+        progress: bool = False,
+    ) -> tuple[Predictions, dict[str, float]]:
+        """What predictions are worth.
+
+        Args:
+            path: labelled images, see :func:`ella_cuda.data.folder`, of classes that the run knows; the test part where there is one.
+            ood: a folder or file of images of something else.
+            skip_unreadable, progress: as of :meth:`predict`.
+
+        Returns:
+            The predictions, and by name ``images``, ``accuracy`` (percent), ``nll`` (nats), ``ece``, ``brier``, ``aurc``; with ``ood``
+            ``ood_images`` and, of the scores ``entropy`` and ``max_probability``, ``auroc_...`` and ``fpr95_...``.
+
+        Raises:
+            As :meth:`predict` and :func:`ella_cuda.data.folder`; ValueError where a class is not the run's.
+        """
+        self._need_factors()
+        return evaluate_on(self, path, ood, skip_unreadable, progress)
+
+    def wrong_labels(
+        self, count: int = 10, *, data_dir: str | None = None, download: bool = False, progress: bool = False
+    ) -> list[tuple[str, str, float]]:
+        """Training images whose labels all others contradict, by :meth:`ella_cuda.laplace.KronLaplace.influence`.
+
+        Args:
+            count: how many.
+            data_dir, download: see :func:`ella_cuda.data.load`; the run's training data are read.
+            progress: whether to show a progress bar.
+
+        Returns:
+            Name, label, and the label's probability by all others, of the most contradicted first.
+
+        Raises:
+            FileNotFoundError, ValueError: the training data are not there, or are others.
+            RuntimeError: as :meth:`predict`.
+        """
+        self._need_factors()
+        return wrong_labels(self, count, data_dir, download, progress)
+
+    def threshold(self, risk: float) -> tuple[float, str]:
+        """See :func:`ella_cuda.experiments.predictions.threshold`."""
+        return threshold(self.run_dir, risk)
+
+    def _need_factors(self) -> None:
+        if not self.la.n_data and not _with_factors(self.la, self.run_dir):
+            raise RuntimeError(f"the run {self.config.name} keeps no factors for predictions; load it with fit=True.")
 
 
 def load_run(
@@ -69,7 +154,7 @@ def load_run(
         data_dir, download: see :func:`ella_cuda.data.load`.
 
     Returns:
-        ``(model, la, config, epoch, class_names, black, white)``.
+        The :class:`LoadedRun`, a tuple ``(model, la, config, epoch)``.
 
     Raises:
         ValueError: the folder is not that of a run, or has no checkpoint yet, or a file in it is damaged or of another version.
@@ -120,9 +205,11 @@ def load_run(
             elif by_name := history[PREDICTIVE]:
                 values = [by_name[name] for name in la.parameter_names]
                 la.predictive_prior_precision = torch.tensor(values, dtype=torch.float64)
-    names = known.get("class_names") or map(str, range(network["num_classes"]))
-    scale = {name: torch.tensor(known[name], device=target) for name in ("black", "white") if name in known}
-    return LoadedRun(net, la, config, state["epoch"], tuple(names), **scale)
+    run = LoadedRun(net, la, config, state["epoch"])
+    run.class_names = tuple(known.get("class_names") or map(str, range(network["num_classes"])))
+    run.black, run.white = (torch.tensor(known[k], device=target) if k in known else None for k in ("black", "white"))
+    run.run_dir = run_dir
+    return run
 
 
 def _with_factors(la: KronLaplace, run_dir: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -175,6 +176,8 @@ def run_one(
         would be too large) ``, seconds, layers, other_parameters``, counts, and ``evaluated_on`` (test or
         holdout). In a grid's folder it has the ``digest`` of all but the seconds too. Where they are learned, ``augmentation``: amounts by
         generator. A network that averages over copies is evaluated on those of the last fit.
+
+        Where there are no images but the training ones, ``nll_leave_one_out`` (nats; None where a leverage is 1 or more).
 
         Of the Laplace approximation's calibrated predictive (``link_approx="probit"``; None where the curvature would be too large)
         ``nll_predictive`` (probabilities below 1e-12 count as such) ``, ece`` (a fraction, of 15 bins) ``, brier``, of the softmax
@@ -396,6 +399,16 @@ def _on_training_images(dataset: Dataset) -> Dataset:
     )
 
 
+def _nll_leave_one_out(la: KronLaplace, dataset: Dataset, config: RunConfig, progress: bool) -> float | None:
+    """Mean over the training images, under the precisions that predictions take; None where a leverage is 1 or more."""
+    la = copy.copy(la)
+    if la.predictive_prior_precision is not None:
+        la.prior_precision = la.predictive_prior_precision
+    loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+    found = la.leave_one_out(loader, progress_bar=progress)
+    return None if found.n_undefined else -float(found.log_density.mean())
+
+
 def _keep_predictions(
     run_dir: Path, config: RunConfig, dataset: Dataset, where: str, probabilities: Tensor, la: KronLaplace | None
 ) -> None:
@@ -445,6 +458,9 @@ def _described(
     write_history(run_dir, config.name, losses, diary.evaluations, by_name)
     if dataset.names:
         _keep_predictions(run_dir, config, dataset, where, own.get("predictive", own["plugin"]), la if fitted else None)
+    left_out = {}
+    if where == "train":
+        left_out = {"nll_leave_one_out": _nll_leave_one_out(la, dataset, config, progress) if fitted else None}
     row = {
         "run": config.name,
         **config.described,
@@ -454,6 +470,7 @@ def _described(
         "neg_log_marginal_likelihood_reason": reason,
         **amounts,
         **predictions,
+        **left_out,
         "seconds": round(diary.seconds(), 2),
         "parameters": sum(p.numel() for p in model.parameters()),
         "train_size": len(dataset.train_images),

@@ -1,0 +1,331 @@
+"""Images of one's own: a person's walk from a folder to answers, networks by name, and what is refused before the first step."""
+
+import csv
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torchvision import models
+
+from ella_cuda import cli, experiments
+from ella_cuda.data import SOURCES
+from ella_cuda.experiments import RunConfig, configure, load_run, prepare_for
+from ella_cuda.experiments.networks import build_network, load_weights, require_network
+from ella_cuda.experiments.predictions import threshold
+from ella_cuda.run_folder import LAPLACE_FILE, read_predictions, read_summary, write_predictions
+
+SIZE, CLASSES = 8, ("blue", "green", "red ä")
+NETWORKS = f"""
+from torch import nn
+def small(in_channels, num_classes):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(16, num_classes))
+def linear(in_channels, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * {SIZE**2}, num_classes))
+def pair(in_channels, num_classes):
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return (x, x)
+    return Pair(1, 1)
+"""
+SHORT = ("--image-size", str(SIZE), "--epochs", "2", "--jobs", "1", "--device", "cpu")
+
+
+def write_photos(root, seed=0, count=12):
+    rng = np.random.default_rng(seed)
+    for c, name in enumerate(CLASSES):
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(0, 120, (16, 12, 3), dtype=np.uint8)
+            pixels[..., 2 - c] += 120
+            Image.fromarray(pixels).save(root / name / f"{i}.png")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with photos, others, networks and, in ``run``, a trained run."""
+    root = tmp_path_factory.mktemp("own images")
+    write_photos(root / "photos")
+    write_photos(root / "new", seed=1, count=4)
+    (root / "own_networks.py").write_text(NETWORKS)
+    (root / "broken").mkdir()
+    (root / "broken" / "x.png").write_text("no image")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert cli.main(["train", "photos/", "--model", "own_networks:small", *SHORT, "--out", "run"]) == 0
+    return root
+
+
+@pytest.fixture
+def there(place, monkeypatch):
+    monkeypatch.chdir(place)
+    return place
+
+
+def run_of(there):
+    (config,) = experiments.read_grid(there / "run")[0]
+    return there / "run" / config.name, config
+
+
+def test_from_a_folder_of_images_to_a_table_of_answers(there, capsys):
+    (row,) = read_summary(there / "run")
+    assert (row["data"], row["model"], row["objective"]) == ("photos", "own_networks:small", "evidence")
+    assert (row["train_size"], row["evaluated_size"]) == (30, 6) and row["neg_log_marginal_likelihood"] > 0
+    own = ["--model", "own_networks:small"]
+    assert cli.main(["evaluate", "run", "new", "--ood", "photos", *own, "--wrong-labels", "2"]) == 0
+    said = capsys.readouterr().out
+    for title in ("accuracy, %", "ECE", "AURC", "FPR at 95 %, entropy", "least sure images", "labels are likely wrong"):
+        assert title in said
+    assert cli.main(["predict", "run", "new", "broken/x.png", "--csv", "out.csv", "--skip-unreadable", *own]) == 0
+    with open("out.csv", encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["file"] for line in lines] == [f"new/{c}/{i}.png" for c in CLASSES for i in range(4)] + [
+        "broken/x.png"
+    ]
+    assert lines[-1]["label"] == "" and lines[-1]["ask"] == "yes"
+    assert all(0 <= float(line["epistemic"]) <= math.log(3) for line in lines[:-1])
+
+
+def test_predictions_are_those_of_the_approximation_that_the_training_data_give(there):
+    folder, config = run_of(there)
+    run = load_run(folder, model=config.model)
+    data = prepare_for(config)
+    files = [there / "photos" / data.names[i] for i in data.test_ids.tolist()]
+    found = run.predict(files)
+    plain = folder.with_name("refitted")
+    shutil.copytree(folder, plain, ignore=shutil.ignore_patterns(LAPLACE_FILE))
+    diary = json.loads((plain / "progress.json").read_text())
+    assert diary["run"] == config.name
+    shutil.move(plain, there / "alone")  # outside of the grid, in a folder of any name
+    with pytest.raises(RuntimeError, match="keeps no factors"):
+        load_run(there / "alone", model=config.model).predict(files)
+    again = load_run(there / "alone", model=config.model, fit=True)
+    shutil.rmtree(there / "alone")
+    with torch.no_grad():
+        expected = again.la(data.test_images).double()
+    torch.testing.assert_close(found.probabilities, expected, rtol=1e-4, atol=1e-5)
+    kept = read_predictions(folder)
+    assert (
+        kept["names"] == [data.names[i] for i in data.test_ids.tolist()] and kept["labels"] == data.test_labels.tolist()
+    )
+    torch.testing.assert_close(torch.tensor(kept["probabilities"], dtype=torch.float64), expected, rtol=1e-4, atol=1e-5)
+    assert found.classes == [CLASSES[i] for i in expected.argmax(1).tolist()]
+
+
+def test_evaluation_counts_what_predictions_say(there):
+    folder, config = run_of(there)
+    run = load_run(folder, model=config.model)
+    found, scores = run.evaluate("new")
+    labels = torch.arange(3).repeat_interleave(4)
+    assert torch.equal(found.labels, labels) and scores["images"] == 12
+    p = run.predict(["new"]).probabilities
+    assert scores["accuracy"] == pytest.approx(100 * float((p.argmax(1) == labels).double().mean()))
+    assert scores["nll"] == pytest.approx(-float(p[torch.arange(12), labels].log().mean()))
+
+
+def test_labels_that_all_others_contradict_come_first(there):
+    folder, config = run_of(there)
+    run = load_run(folder, model=config.model)
+    suspects = run.wrong_labels(30)
+    data = prepare_for(config)
+    probabilities = [p for *_, p in suspects]
+    assert sorted(name for name, *_ in suspects) == sorted(data.names[i] for i in data.train_ids.tolist())
+    assert all(name.startswith(label) for name, label, _ in suspects) and probabilities == sorted(probabilities)
+
+
+@pytest.mark.parametrize("risk", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_threshold_keeps_errors_of_held_out_images_below_the_risk(tmp_path, risk, seed):
+    p = torch.rand(60, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    p[::3] = p[0]  # equal ones
+    p = p / p.sum(1, keepdim=True)
+    labels = (torch.rand(60, generator=torch.Generator().manual_seed(9 + seed)) > p.amax(1)).long() ^ p.argmax(1)
+    kept = {"names": [""] * 60, "labels": labels.tolist(), "probabilities": p.tolist(), "class_names": []}
+    write_predictions(tmp_path, {"run": "r", "evaluated_on": "test", **kept})
+    confidence, wrong = p.amax(1), p.argmax(1) != labels
+    fine = [
+        c for c in confidence.tolist() if (wrong[confidence >= c].sum() + 1) / ((confidence >= c).sum() + 1) <= risk
+    ]
+    assert threshold(tmp_path, risk)[0] == (min(fine) if fine else math.inf)
+
+
+def test_without_held_out_images_the_threshold_is_of_calibrated_probabilities(tmp_path):
+    write_predictions(tmp_path, {"run": "r", "evaluated_on": "train"})
+    limit, why = threshold(tmp_path, 0.1)
+    assert limit == 0.9 and "leave-one-out" in why
+
+
+def test_networks_side_by_side_without_a_split(there, capsys):
+    models = ["own_networks:small", "own_networks:linear"]
+    assert cli.main(["compare", "photos", "--model", *models, *SHORT, "--out", "compared"]) == 0
+    rows = {row["model"]: row for row in read_summary("compared")}
+    with open("compared/compare.csv", encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert sorted(rows) == sorted(models) == sorted(line["network"] for line in lines)
+    evidence = [float(line["-log q/N, nats"]) for line in lines]
+    assert evidence == sorted(row["neg_log_marginal_likelihood"] for row in rows.values())
+    for row in rows.values():
+        assert (row["train_size"], row["evaluated_size"], row["evaluated_on"]) == (36, 36, "train")
+        loaded = load_run(f"compared/{row['run']}", model=row["model"], fit=True)
+        data = prepare_for(loaded.config)
+        loaded.la.prior_precision = loaded.la.predictive_prior_precision
+        found = loaded.la.leave_one_out([(data.train_images, data.train_labels)])
+        assert row["nll_leave_one_out"] == pytest.approx(-float(found.log_density.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("data", [*SOURCES, "/photos"])
+@pytest.mark.parametrize("epochs", range(1, 8))
+def test_few_epochs_leave_time_for_evidence(data, epochs):
+    layer = {"layer": "", "model": "resnet18"} if data == "/photos" else {"layer": "conv"}
+    config = configure(data, "plain", **layer, objective="evidence", epochs=epochs)
+    assert config.burn_in < epochs
+    if epochs > 1:
+        assert configure(
+            data, "plain", **layer, objective="evidence", epochs=epochs, learn="augmentation"
+        )._evidence_steps()
+
+
+def network(name="shufflenet_v2_x0_5", in_channels=3, num_classes=5):
+    config = configure("/photos", "plain", "", "map", model=name)
+    return build_network(config, in_channels, num_classes).eval()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_weights_of_colour_networks_start_grey_ones_of_other_classes(tmp_path, suffix):
+    colour = models.get_model("shufflenet_v2_x0_5", weights=None, num_classes=7).eval()
+    path = str(tmp_path / f"w{suffix}")
+    if suffix == ".pt":
+        torch.save({"state_dict": colour.state_dict()}, path)
+    else:
+        from safetensors.torch import save_file
+
+        save_file(colour.state_dict(), path)
+    grey = network(in_channels=1)
+    load_weights(grey, path, 5)
+    colour.fc, grey.fc = nn.Identity(), nn.Identity()
+    x = torch.randn(2, 1, 32, 32)
+    torch.testing.assert_close(grey(x), colour(x.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-4)
+
+
+class Harmful:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('code of the file was run')",))
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "do not exist"),
+        (b"no weights", "cannot be read"),
+        (Harmful(), "cannot be read without running code"),
+        ({"a": 1}, "must hold tensors by name"),
+        ({"fc.weight": torch.zeros(5, 3)}, "of another network"),
+        (nn.Linear(3, 5).state_dict(), "of another network"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(tmp_path, content, words):
+    path = tmp_path / "w.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        load_weights(network(), str(path), 5)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "timm:resnet10t", "own_networks:small"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_networks_by_name_take_the_datas_channels_and_classes(there, name, channels):
+    if name.startswith("timm"):
+        pytest.importorskip("timm")
+    images, state = torch.randn(2, channels, 32, 32), torch.random.get_rng_state()
+    require_network(configure("/photos", "plain", "", "map", model=name), images, 4)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert network(name, channels, 4)(torch.randn(2, channels, 32, 32)).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("resnet81", "did you mean resnet18"),
+        ("timm:resnet10", "timm"),
+        ("own_networks:none", "no attribute 'none'"),
+        ("nowhere:small", "No module named 'nowhere'"),
+        ("own_networks:pair", "must give one tensor"),
+        ("builtins:dict", "must give a torch.nn.Module, got a dict"),
+        ("inception_v3", "does not take images of shape"),
+    ],
+)
+def test_networks_that_cannot_be_trained_are_refused(there, name, words):
+    with pytest.raises(ValueError, match=words):
+        require_network(configure("/photos", "plain", "", "map", model=name), torch.randn(2, 3, 16, 16), 4)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model": "resnet18"}, "one of layer and model"),
+        ({"layer": ""}, "one of layer and model"),
+        ({"layer": "", "model": "../resnet18"}, "model must be a network's name"),
+        ({"weights": "w.pt"}, "weights must be of a network of model"),
+        ({"data": "photos-that-are-not-there"}, "data must be one of"),
+        ({"split": 0.95}, "split must be at least 0 and at most 0.9"),
+    ],
+)
+def test_runs_that_name_no_network_or_data_are_refused(change, words):
+    given = {"data": "digits", "task": "plain", "layer": "conv", "objective": "map", "seed": 0, **change}
+    with pytest.raises(ValueError, match=words):
+        configure(**given)
+
+
+def test_names_of_runs_are_one_part_of_a_path():
+    config = configure("/a b/ö\nphotos (1)", "plain", "", "map", model="m.n:f")
+    assert config.name == "ö_photos_1-plain-m.n:f-map-seed0" and config.data == "/a b/ö\nphotos (1)"
+    assert RunConfig(**{**vars(config)}) == config
+
+
+MODEL = ["--model", "own_networks:small"]
+
+
+@pytest.mark.parametrize(
+    "command, code, words",
+    [
+        (["train", "photo"], 2, "data must be one of"),
+        (["train", "nowhere/"], 1, "nowhere does not exist"),
+        (["train", "photos", "--data", "digits"], 2, "name two data sets"),
+        (["train", "--split", "0.1"], 2, "--split: of images of one's own"),
+        (["train", "--skip-unreadable"], 2, "--unreadable: of images of one's own"),
+        (["train", "--weights", "w.pt"], 2, "--weights: of networks"),
+        (["train", "broken"], 1, "1 images and no folders"),
+        (["train", "photos", "--model", "resnet81"], 1, "did you mean resnet18"),
+        (["train", "photos", "--model", "alexnet", "--image-size", "8"], 1, "does not take images"),
+        (["train", "photos", "--weights", "w.pt"], 1, "w.pt do not exist"),
+        (["train", "--resume", "run"], 2, "name them by --model own_networks:small"),
+        (["compare", "photos", *MODEL], 2, "two networks at least"),
+        (["predict", "run", "new"], 1, "whose code is run"),
+        (["predict", "run", "new/none.png", *MODEL], 1, "none.png does not exist"),
+        (["predict", "run", "broken/x.png", *MODEL], 1, "1 of 1 images cannot be read"),
+        (["predict", "run", "new", "--risk", "2", *MODEL], 2, "--risk must be above 0"),
+        (["predict", "run", "new", "--csv", "none/out.csv", *MODEL], 2, "--csv must be a file in a folder"),
+        (["predict", "new", "new", *MODEL], 1, "is not the folder of a run"),
+        (["evaluate", "run", "other", *MODEL], 1, "knows no class 'a', 'b'"),
+        (["evaluate", "run", "new", "--ood", "broken", *MODEL], 1, "1 of 1 images cannot be read"),
+    ],
+)
+def test_wrong_commands_end_before_the_first_step(there, capsys, command, code, words):
+    for label in "ab":
+        (there / "other" / label).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(there / "other" / label / "x.png")
+    before = sorted(p for p in there.rglob("*") if "__pycache__" not in p.parts)
+    assert cli.main(command) == code
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert before == sorted(p for p in there.rglob("*") if "__pycache__" not in p.parts)
+
+
+def test_a_begun_run_goes_on_where_its_network_is_named(there):
+    assert cli.main(["train", "--resume", "run", *MODEL]) == 0

@@ -24,6 +24,8 @@ CHECKPOINT_FILE = "checkpoint.pt"
 DIARY_FILE = "progress.json"  # what it has done so far
 HISTORY_FILE = "history.json"  # of a finished run
 SAMPLES_FILE = "samples.json"  # of a finished run that learned an augmentation
+EXAMPLES_FILE = "examples.json"  # of a finished run: images to look at
+REPORT_FILE = "report.html"  # of a finished run, and of a folder of runs
 NETWORK = "network."  # what begins the names of a network's tensors where it is averaged over copies
 
 UNSEALED = ("seconds",)  # of rows and diaries: what their digests do not cover, since sessions differ in it
@@ -162,6 +164,18 @@ def write_samples(run_dir: Path, run: str, images: Sequence[Any], draws: Sequenc
 def read_samples(run_dir: Path) -> dict[str, Any]:
     """What :func:`write_samples` kept: ``images`` and ``draws``; raises as :func:`read_diary` does."""
     return _read_of_run(run_dir, SAMPLES_FILE, "delete it, and the run's row in summary.json, to have it made anew")
+
+
+def write_examples(run_dir: Path, run: str, examples: Mapping[str, Any]) -> None:
+    """Keep the images to look at, of :func:`ella_cuda.experiments.examples.find_examples`."""
+    _write_of_run(run_dir, EXAMPLES_FILE, {"run": run, **examples})
+
+
+def read_examples(run_dir: Path) -> dict[str, Any]:
+    """What :func:`write_examples` kept, empty of runs of earlier versions; raises as :func:`read_diary` does."""
+    if not (run_dir / EXAMPLES_FILE).exists():
+        return {}
+    return _read_of_run(run_dir, EXAMPLES_FILE, "delete it; the report is then without its images")
 
 
 def of_network(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,8 @@ COMMON: dict[str, dict[str, str | None]] = {
 KINDS = {int: "a whole number", float: "a number"}
 EXAMPLES = """\
   ella-cuda check                      does it work here?
-  ella-cuda train --epochs 20          scikit-learn's digits, a few minutes"""
+  ella-cuda train --epochs 20          scikit-learn's digits, a few minutes
+  ella-cuda report runs/NAME           what was learned, as a page for the browser"""
 
 
 class Parser(argparse.ArgumentParser):

@@ -112,8 +112,9 @@ def describe_predictions(
     asked: AskedImages,
     progress: bool = True,
     name: str = "",
-) -> dict[str, Any]:
-    """What a row says of a network's predictions; see :func:`ella_cuda.experiments.run_one` for its keys.
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a row says of a network's predictions, see :func:`ella_cuda.experiments.run_one` for its keys; and by way to predict the
+    probabilities ``(M, K)`` of the images it is evaluated on.
 
     Args:
         model: ``(N, C, H, W) -> (N, K)`` logits; predicts in evaluation mode.
@@ -170,7 +171,7 @@ def describe_predictions(
                     row["rotations"][way].append(
                         {"degrees": degrees, **_scored(predicted(predict, turned), turned_labels)}
                     )
-    return row
+    return row, own
 
 
 def _turned(images: Tensor, degrees: float, dataset: Dataset) -> Tensor:

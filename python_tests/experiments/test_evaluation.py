@@ -109,7 +109,7 @@ def test_other_data_are_told_apart_by_their_uncertainty(asked, data_dir):
     assert len(chosen.others["mnist"]) == 20 and len(chosen.turned[0]) == len(chosen.turned[1]) == 20
     near = torch.cdist(chosen.others["mnist"].flatten(1), others.flatten(1)).argmin(1)
     assert mnist.test_labels[near].bincount(minlength=10).tolist() == [2] * 10
-    everything = describe_predictions(loaded.model, loaded.la, data, asked_images(whole, data, str(data_dir)), False)
+    everything, _ = describe_predictions(loaded.model, loaded.la, data, asked_images(whole, data, str(data_dir)), False)
     for way, scores in everything["ood"]["mnist"].items():
         entropy = [-(p * np.log(p)).sum(1) for p in (p_all[way], p_own[way])]
         assert scores["entropy"] == pytest.approx((entropy[0][:, None] > entropy[1]).mean(), abs=1e-4)

@@ -27,6 +27,8 @@ SAMPLES_FILE = "samples.json"  # of a finished run that learned an augmentation
 PREDICTIONS_FILE = "predictions.json"  # of a finished run on images of one's own
 LAPLACE_FILE = "laplace.pt"  # its approximation
 PREDICTIVE = "predictive_prior_precision"  # an entry of a finished run's history
+EXAMPLES_FILE = "examples.json"  # of a finished run: images to look at
+REPORT_FILE = "report.html"  # of a finished run, and of a folder of runs
 NETWORK = "network."  # what begins the names of a network's tensors where it is averaged over copies
 
 UNSEALED = ("seconds",)  # of rows and diaries: what their digests do not cover, since sessions differ in it
@@ -183,6 +185,18 @@ def write_predictions(run_dir: Path, predictions: Mapping[str, Any]) -> None:
 def read_predictions(run_dir: Path) -> dict[str, Any]:
     """What :func:`write_predictions` kept; raises as :func:`read_diary` does."""
     return _read_of_run(run_dir, PREDICTIONS_FILE, "do that run again in another folder")
+
+
+def write_examples(run_dir: Path, run: str, examples: Mapping[str, Any]) -> None:
+    """Keep the images to look at, of :func:`ella_cuda.experiments.examples.find_examples`."""
+    _write_of_run(run_dir, EXAMPLES_FILE, {"run": run, **examples})
+
+
+def read_examples(run_dir: Path) -> dict[str, Any]:
+    """What :func:`write_examples` kept, empty of runs of earlier versions; raises as :func:`read_diary` does."""
+    if not (run_dir / EXAMPLES_FILE).exists():
+        return {}
+    return _read_of_run(run_dir, EXAMPLES_FILE, "delete it; the report is then without its images")
 
 
 def of_network(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def test_train_then_inspect_then_resume(tmp_path, monkeypatch, capsys):
     assert "pictures" not in state
     assert cli.main(["inspect", str(folder), "--json", "--pictures", "drawn"]) == 0
     state = json.loads(capsys.readouterr().out)
-    # PNG and SVG: curves, every run's filters and reliability, evidence's precisions.
-    assert len(state["pictures"]) == 2 * (1 + 4 + 4 + 2)
+    # PNG and SVG: curves, every run's curves, filters and reliability, evidence's precisions.
+    assert len(state["pictures"]) == 2 * (1 + 4 + 4 + 4 + 2)
     assert {Path(p) for p in state["pictures"]} == {p.relative_to(tmp_path) for p in (tmp_path / "drawn").rglob("*.*")}
 
     assert cli.main(["train", "--resume", str(folder), "--width", "1", "--device", "auto"]) == 0
@@ -129,7 +129,7 @@ def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, caps
     seen = capsys.readouterr().out
     assert f"Pictures in {tmp_path / 'drawn'}" in seen
     assert {p.name for p in (tmp_path / "drawn" / second.name).iterdir()} == {
-        f"{name}.{kind}" for name in ("precisions", "filters") for kind in ("png", "svg")
+        f"{name}.{kind}" for name in ("curves", "precisions", "filters") for kind in ("png", "svg")
     }
     assert "1 run finished, 1 begun, 0 waiting" in seen
     assert "of 4)" in seen and "running" not in seen

@@ -91,7 +91,7 @@ def test_the_overview_fits_a_screen_and_names_every_command(args, capsys):
     assert cli.main(args) == 0
     out, err = capsys.readouterr()
     assert err == "" and len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 120
-    assert all(f"\n  {name} " in out for name in ("train", "check", "reproduce"))
+    assert all(f"\n  {name} " in out for name in ("train", "check", "report", "reproduce"))
 
 
 @pytest.mark.parametrize(("command", "most"), [("train", 20), ("reproduce", 20), ("inspect", 20)])

@@ -17,6 +17,7 @@ from ella_cuda.cli.info import add_info
 from ella_cuda.cli.inspect import add_inspect
 from ella_cuda.cli.parsing import Command, Parser, Version
 from ella_cuda.cli.predict import add_predict
+from ella_cuda.cli.report import add_report
 from ella_cuda.cli.reproduce import add_reproduce
 from ella_cuda.cli.train import add_train
 from ella_cuda_command import Stop, lead_nowhere
@@ -123,7 +124,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
     parser.set_defaults(command=lambda _: print(parser.format_help(), end=""), verbose=False)
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=Command)
-    for add in (add_train, add_evaluate, add_predict, add_compare, add_inspect, add_check, add_info, add_reproduce):
+    for add in (
+        add_train,
+        add_evaluate,
+        add_predict,
+        add_compare,
+        add_report,
+        add_inspect,
+        add_check,
+        add_info,
+        add_reproduce,
+    ):
         add(commands)
     for command in commands.choices.values():
         command.add_argument("--verbose", action="store_true", help="on failure, show the traceback")

@@ -25,6 +25,7 @@ COMMON: dict[str, dict[str, str | None]] = {
         "resume": None,
         "config": None,
     },
+    "compare": {"data": None, "model": None, "epochs": None, "device": None, "out": None, "resume": None},
     "reproduce": {
         "part": "only these parts of an experiment (all)",
         "row": "only these rows of a table (all)",
@@ -41,7 +42,8 @@ KINDS = {int: "a whole number", float: "a number"}
 EXAMPLES = """\
   ella-cuda check                      does it work here?
   ella-cuda train --epochs 20          scikit-learn's digits, a few minutes
-  ella-cuda train photos/              your images, a folder for each class"""
+  ella-cuda train photos/              your images, a folder for each class
+  ella-cuda report runs/NAME           what was learned, as a page for the browser"""
 
 
 class Parser(argparse.ArgumentParser):

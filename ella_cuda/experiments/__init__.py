@@ -8,6 +8,7 @@ from ella_cuda.experiments.hyperparameters import DENSE_PATH, DENSE_REASON, OBJE
 from ella_cuda.experiments.load import LoadedRun, load_run
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.predictions import Predictions
+from ella_cuda.experiments.report import write_overview, write_report
 from ella_cuda.experiments.run import prepare, prepare_for, require_data, run_one
 from ella_cuda.experiments.spread import SPREADS
 from ella_cuda.experiments.tensorboard import require_tensorboard
@@ -41,4 +42,6 @@ __all__ = [
     "resolve_device",
     "run_grid",
     "run_one",
+    "write_overview",
+    "write_report",
 ]

@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from ella_cuda.experiments.device import device_name
 from ella_cuda.experiments.diary import diary_of
 from ella_cuda.experiments.folder import read_grid, read_running
 from ella_cuda.experiments.hyperparameters import DENSE_PATH, RunConfig
+from ella_cuda.experiments.report import write_overview, write_report
 from ella_cuda.experiments.run import require_data, run_one
 from ella_cuda.experiments.spread import SPREADS, Spread
 from ella_cuda.experiments.tensorboard import require_tensorboard
@@ -183,6 +185,9 @@ class _Grid:
             self.on_begin(len(done))
         if done:  # a session killed after writing the summary left the pictures behind it
             save_report([done[n] for n in names if n in done], out_dir)
+            _write_pages(
+                out_dir, *(n for n in names if n in done and not (out_dir / n / run_folder.REPORT_FILE).exists())
+            )
         waiting = [c for c in self.configs if c.name not in done]
         if self.jobs > 1:
             _warn_of_other_threads(out_dir, waiting, threads)  # workers cannot
@@ -197,6 +202,7 @@ class _Grid:
         def finish(row: dict[str, Any]) -> None:
             done[row["run"]] = run_folder.sealed_row(row, out_dir)
             save_report([done[n] for n in names if n in done], out_dir)
+            _write_pages(out_dir, row["run"])
             show()
             if self.on_row is not None:
                 with bar.external_write_mode():  # what it prints has lines of its own
@@ -221,6 +227,20 @@ class _Grid:
                 for _, row in run_at_once(_run_quietly, calls, min(self.jobs, len(calls)), threads, show):
                     finish(row)
         return [done[n] for n in names]
+
+
+def _write_pages(out_dir: Path, *runs: str) -> None:
+    """Write the reports of these runs and of the folder; one that fails is a warning, for the runs are done."""
+    for folder, write in (*((out_dir / run, write_report) for run in runs), (out_dir, write_overview)):
+        try:
+            write(folder)
+        except Exception as error:  # whatever went wrong: results do not depend on it
+            warnings.warn(
+                f"{folder / run_folder.REPORT_FILE} could not be written ({type(error).__name__}: {error}); the results are whole. Write it "
+                f"by: ella-cuda report {shlex.quote(str(folder))}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _tidy(out_dir: Path, names: Sequence[str]) -> None:

@@ -93,7 +93,8 @@ def test_a_folder_gets_all_its_files(tmp_path):
         "summary.json", "summary.csv", "table.txt", "layers.png", "layers.svg", "curves.png", "curves.svg",
     }  # fmt: skip
     own = [{p.name for p in (tmp_path / r["run"]).iterdir()} for r in rows]
-    assert own == [{"history.json", "precisions.png", "precisions.svg"}, {"history.json"}]
+    both = {"history.json", "curves.png", "curves.svg"}
+    assert own == [{*both, "precisions.png", "precisions.svg"}, both]
     text = (tmp_path / "table.txt").read_text()
     assert "accuracy, %" in text
     assert "prior precision" in text

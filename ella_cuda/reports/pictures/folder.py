@@ -56,7 +56,7 @@ class Drawn:
 def save_pictures(rows: Sequence[Mapping[str, Any]], runs_dir: Path, out_dir: Path) -> Drawn:
     """Draw everything there is to draw of runs, finished or not, as PNG and SVG.
 
-    ``curves`` and, where a network chose among paths, ``layers`` show all runs. In a folder for each run are
+    ``curves`` and, where a network chose among paths, ``layers`` show all runs. In a folder for each run are its own ``curves``,
     ``precisions`` (of evidence runs), ``filters`` (where weights have images), ``anchors`` (of sparsified layers), ``amounts`` (of a learned
     augmentation), and of finished runs ``samples`` (of one), ``reliability``, ``leave_one_out`` (where predictions are calibrated) and, with
     turned images, ``rotations``.
@@ -98,7 +98,7 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
     paths = set(row["layer"].split("+"))
     history = functools.cache(lambda: read_history(run_dir))
     weights = functools.cache(lambda: _weights(row, run_dir))
-    makers: dict[str, Callable[[], Any]] = {}
+    makers: dict[str, Callable[[], Any]] = {"curves": lambda: draw_curves([row], [history()])}
     if row["objective"] == "evidence":
         makers["precisions"] = lambda: draw_precisions(row, history()["evaluations"])
     if row.get("augmentation"):
@@ -121,8 +121,7 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
             _methods(row["rotations"], list),
             f"{run_title(row)}, {row['rotated_size']} of {row['evaluated_size']} images",
         )
-    if makers:
-        out_dir.mkdir(parents=True, exist_ok=True)
+    out_dir.mkdir(parents=True, exist_ok=True)
     for name, make in makers.items():
         there = picture_files(run_dir / name)
         if all(p.exists() and p.stat().st_mtime_ns >= youngest for p in there):

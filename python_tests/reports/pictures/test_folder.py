@@ -32,8 +32,8 @@ def test_a_finished_grid_has_all_its_pictures(finished):
     out, rows = finished
     expected = {
         "": {"curves", "layers"},
-        rows[0]["run"]: {"precisions", "filters", "anchors", "reliability", "leave_one_out"},
-        rows[1]["run"]: {"filters", "reliability", "leave_one_out"},
+        rows[0]["run"]: {"curves", "precisions", "filters", "anchors", "reliability", "leave_one_out"},
+        rows[1]["run"]: {"curves", "filters", "reliability", "leave_one_out"},
     }
     for where, names in expected.items():
         for suffix in (".png", ".svg"):
@@ -70,7 +70,7 @@ def test_only_what_changed_is_drawn_again(finished, tmp_path, monkeypatch):
     later = max(p.stat().st_mtime_ns for p in files) + 10**9
     os.utime(run_dir / "checkpoint.pt", ns=(later, later))
     save_pictures(rows, out, out)
-    assert drawn == ["layers", "curves", "precisions", "filters", "anchors", "reliability", "leave_one_out"]
+    assert drawn == ["layers", "curves", "curves", "precisions", "filters", "anchors", "reliability", "leave_one_out"]
     assert {p: p.read_bytes() for p in files} == before
 
 
@@ -82,8 +82,9 @@ def test_a_picture_that_cannot_be_drawn_is_named_and_alone(finished, tmp_path, m
 
     monkeypatch.setattr(folder_module, "draw_curves", broken)
     drawn = save_pictures(rows, out, tmp_path)
-    assert drawn.failures == [f"{tmp_path / 'curves'} could not be drawn (KeyError: 'no such thing')."]
-    assert {p.stem for p in drawn.files} == {
+    assert drawn.failures[0] == f"{tmp_path / 'curves'} could not be drawn (KeyError: 'no such thing')."
+    assert not (tmp_path / "curves.png").exists()
+    assert {p.stem for p in drawn.files} - {"curves"} == {
         "layers",
         "precisions",
         "filters",

@@ -1,0 +1,86 @@
+"""Images that a person should look at after a training: those the network is least sure of, and those whose labels are likely wrong."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.data import Dataset, TensorLoader
+from ella_cuda.laplace import KronLaplace
+
+SHOWN = 12  # of each kind
+EXAMINED = 200  # training images of the largest losses, which are predicted from all others
+BATCH = 100
+
+
+def find_examples(model: nn.Module, la: KronLaplace | None, dataset: Dataset, probabilities: Tensor) -> dict[str, Any]:
+    """What a report shows of a network's predictions, for :func:`ella_cuda.run_folder.write_examples`.
+
+    Labels are likely wrong where all other training images expect another class (:meth:`ella_cuda.laplace.KronLaplace.influence`); of the
+    training images the :data:`EXAMINED` of the largest loss are examined.
+
+    Args:
+        model: in evaluation mode. la: fitted to the training images; None without curvature.
+        dataset: whose test part ``probabilities`` ``(M, K)`` are of.
+
+    Returns:
+        ``confusion``, a list of label, predicted class and count; ``least_sure`` and ``suspects``, lists of images with ``png`` (base64),
+        ``label`` and ``predicted``, the first with its ``probability``, the second with the ``score`` in nats; ``examined``, and ``reason``,
+        why none was.
+    """
+    labels, (sure, predicted) = dataset.test_labels, probabilities.max(1)
+    pairs, counts = torch.stack([labels, predicted]).unique(dim=1, return_counts=True)
+    least = sure.argsort(stable=True)[:SHOWN].tolist()
+    found = {
+        "class_names": list(getattr(dataset, "class_names", ())),
+        "confusion": [[*pair, count] for pair, count in zip(pairs.T.tolist(), counts.tolist(), strict=True)],
+        "least_sure": [
+            _shown(dataset, dataset.test_images[i], labels[i], predicted[i]) | {"probability": float(sure[i])}
+            for i in least
+        ],
+        "suspects": [],
+        "examined": 0,
+        "reason": None if la is not None else "the curvature of this network was not computed",
+    }
+    if la is not None:
+        try:
+            found |= _suspects(model, la, dataset)
+        except (ValueError, RuntimeError, MemoryError, FloatingPointError, NotImplementedError) as error:
+            found["reason"] = " ".join(str(error).split())
+    return found
+
+
+@torch.no_grad()
+def _suspects(model: nn.Module, la: KronLaplace, dataset: Dataset) -> dict[str, Any]:
+    images, labels = dataset.train_images, dataset.train_labels
+    losses = [
+        nn.functional.cross_entropy(model(x), y, reduction="none") for x, y in TensorLoader(images, labels, BATCH)
+    ]
+    some = torch.cat(losses).argsort(descending=True, stable=True)[:EXAMINED]
+    images, labels = images[some], labels[some]
+    left = la.influence(TensorLoader(images, labels, BATCH))
+    outputs = torch.cat([model(x) for x in images.split(BATCH)])
+    expected = (outputs + left.influence.to(outputs)).argmax(1)
+    wrong = [i for i in left.order.tolist() if expected[i] != labels[i]][:SHOWN]
+    shown = [_shown(dataset, images[i], labels[i], expected[i]) | {"score": float(left.score[i])} for i in wrong]
+    return {"suspects": shown, "examined": len(some)}
+
+
+def _shown(dataset: Dataset, image: Tensor, label: Tensor, predicted: Tensor) -> dict[str, Any]:
+    return {"png": thumbnail(image, dataset.black, dataset.white), "label": int(label), "predicted": int(predicted)}
+
+
+def thumbnail(image: Tensor, black: Tensor, white: Tensor) -> str:
+    """An image ``(C, H, W)`` as a PNG in base64, grey unless C is 3, of pixels that are ``black`` and ``white`` ``(C,)`` at their ends."""
+    from PIL import Image
+
+    scale = (white - black)[:, None, None]
+    pixels = (255 * (image - black[:, None, None]) / scale).round().clamp(0, 255).byte().cpu()
+    array = pixels.permute(1, 2, 0).numpy() if len(pixels) == 3 else pixels[0].numpy()
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()

@@ -42,14 +42,6 @@ def mlp(*middle: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), *middle, nn.Tanh(), nn.Linear(4, 2))
 
 
-def positions(expanded: bool) -> nn.Module:
-    def run(net: Any, x: Tensor) -> Tensor:
-        at = torch.arange(3)
-        return net.head((net.embed(x) + net.at(at.expand(len(x), -1) if expanded else at)).tanh().mean(1))
-
-    return Function(run, embed=nn.Embedding(5, 4), at=nn.Embedding(3, 4), head=nn.Linear(4, 2))
-
-
 def words(kind: type[nn.Module] = nn.Embedding, **flags: Any) -> nn.Module:
     def run(net: Any, x: Tensor) -> Tensor:
         found = net.embed(x)
@@ -156,8 +148,6 @@ LAST = {"subset_of_weights": "last_layer"}
 DIAGONAL, LEFT = {"unknown": "diagonal"}, {"unknown": "freeze"}
 # What is refused, by which words and with which settings; the model and the settings that the words recommend.
 CASES: dict[str, tuple[Any, dict[str, Any], str, Any, dict[str, Any]]] = {
-    "positions, expanded": (lambda: positions(False), {}, r"as torch.arange\(T\).expand", instead(lambda: positions(True)), {}),
-    "positions, frozen": (lambda: positions(False), {}, "or freeze the layer", freeze("at"), {}),
     "max_norm, without": (lambda: words(max_norm=0.5), {}, "max_norm=None", instead(words), {}),
     "max_norm, frozen": (lambda: words(max_norm=0.5), {}, "or freeze it", freeze("embed"), {}),
     "max_norm of bags, frozen": (lambda: words(nn.EmbeddingBag, max_norm=0.5), {}, "or freeze it", freeze("embed"), {}),
@@ -196,7 +186,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, Any, dict[str, Any]]] = {
         instead(lambda: mlp(nn.BatchNorm1d(4))),
         {},
     ),
-    "unused, frozen": (unused, {}, "freeze it with requires_grad_", freeze("other"), {}),
+    "unused, frozen": (unused, {}, r"freeze with requires_grad_\(False\) what", freeze("other"), {}),
     "last layer, named": (turned, LAST, r"\['its name'\]", lambda m: m, {"subset_of_weights": ["head"]}),
     "shared, all": (lambda: twice(True), {"subset_of_weights": ["first"]}, "subset_of_weights='all'", lambda m: m, {}),
     "no gradient, frozen": (lambda: mlp(Zeta()), {}, "or freeze with requires_grad_", freeze("0"), {}),

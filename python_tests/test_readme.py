@@ -70,7 +70,7 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     exec(compile(imaged, "use.md", "exec"), names)
     assert names["deviation"].gt(0).all() and names["samples"].shape == (100, 16, 16)
     exec(compile(tagged, "use.md", "exec"), names)
-    assert names["with_token"].n_data and "diagonal" in names["with_token"].summary()
+    assert names["with_token"].n_data and "PerExampleRule" in names["with_token"].summary()
     monkeypatch.setattr(laplace.likelihoods, "LIKELIHOODS", dict(laplace.likelihoods.LIKELIHOODS))
     exec(compile(outputs, "use.md", "exec"), names)
     assert names["la"].n_outputs == 35 and names["waiting"].likelihood == "exponential"

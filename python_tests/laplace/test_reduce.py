@@ -100,9 +100,8 @@ def test_rules_that_do_not_reduce_are_refused_in_one_message():
         KronLaplace(model, approximation="reduce")
     said = str(error.value)
     for words in (
-        "layer '0' (Convolution): OwnInputsRule",
-        "layer '3' (Scaled)",
-        "layer '4' (Scaled): ScaledRule does not serve",
+        f"layer '0' ({__name__}.Convolution): OwnInputsRule",
+        f"layer '3' ({Scaled.__module__}.Scaled) and 1 more ('4'): ScaledRule does not serve",
     ):
         assert words in said
     assert "approximation='reduce'. Use approximation='expand', freeze" in said and "'2'" not in said

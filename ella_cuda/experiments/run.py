@@ -31,17 +31,16 @@ from ella_cuda.distributed import Ranks, shard
 from ella_cuda.experiments.device import device_of_process, resolve_device
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions, evaluate
-from ella_cuda.experiments.examples import find_examples
+from ella_cuda.experiments.examples import keep_examples
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, LearnersConfig, NetworkConfig, RunConfig
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur, neyshabur
-from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
-from ella_cuda.run_folder import CHECKPOINT_FILE, of_network, write_examples, write_history, write_samples
+from ella_cuda.run_folder import CHECKPOINT_FILE, of_network, write_history, write_samples
 from ella_cuda.training import Evaluation, marglik_training
 from ella_cuda.training.checkpoint import kept_random_state
 from ella_cuda.training.processes import OneProcess, Processes
@@ -314,8 +313,9 @@ def _described(
     with same_copies(model, draws):
         accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
         predictions, own = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)
-        with evaluation_mode(model):
-            examples = find_examples(model, la if fitted else None, dataset, own.get("predictive", own["plugin"]))
+        keep_examples(
+            run_dir, config.name, model, la if fitted else None, dataset, own.get("predictive", own["plugin"])
+        )
     precision = of_network(dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True)))
     lengthscales = {n: float(m.inverse_lengthscale) for n, m in bare.named_modules() if isinstance(m, SpatialBasis)}
     gamma = of_network(la.effective_parameters()) if fitted else None
@@ -324,7 +324,6 @@ def _described(
     if isinstance(model, AveragedFunction):
         amounts = {"augmentation": model.augment.amounts()}
         write_samples(run_dir, config.name, sampled(model.augment, dataset), draws.tolist())
-    write_examples(run_dir, config.name, examples)
     write_history(run_dir, config.name, losses, diary.evaluations)
     row = {
         "run": config.name,

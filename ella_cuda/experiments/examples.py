@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,14 +13,31 @@ from torch import Tensor, nn
 
 from ella_cuda.data import Dataset, TensorLoader
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.modes import evaluation_mode
+from ella_cuda.run_folder import write_examples
 
 SHOWN = 12  # of each kind
 EXAMINED = 200  # training images of the largest losses, which are predicted from all others
 BATCH = 100
 
 
+def keep_examples(
+    run_dir: Path, run: str, model: nn.Module, la: KronLaplace | None, dataset: Dataset, probabilities: Tensor
+) -> None:
+    """Keep what :func:`find_examples` finds in the folder of a run; a failure is a warning, for the run is trained."""
+    try:
+        with evaluation_mode(model):
+            write_examples(run_dir, run, find_examples(model, la, dataset, probabilities))
+    except Exception as error:  # whatever went wrong: results do not depend on it
+        warnings.warn(
+            f"{run_dir}: the images to look at could not be found ({type(error).__name__}: {error}); report.html is without them.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 def find_examples(model: nn.Module, la: KronLaplace | None, dataset: Dataset, probabilities: Tensor) -> dict[str, Any]:
-    """What a report shows of a network's predictions, for :func:`ella_cuda.run_folder.write_examples`.
+    """What a report shows of a network's predictions.
 
     Labels are likely wrong where all other training images expect another class (:meth:`ella_cuda.laplace.KronLaplace.influence`); of the
     training images the :data:`EXAMINED` of the largest loss are examined.

@@ -36,21 +36,19 @@ from ella_cuda.distributed import Ranks, shard
 from ella_cuda.experiments.device import device_of_process, resolve_device
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions, evaluate
-from ella_cuda.experiments.examples import find_examples
+from ella_cuda.experiments.examples import keep_examples
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, LearnersConfig, RunConfig
 from ella_cuda.experiments.networks import build_network, load_weights, require_network
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files, write_file
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
 from ella_cuda.run_folder import (
     CHECKPOINT_FILE,
     LAPLACE_FILE,
     of_network,
-    write_examples,
     write_history,
     write_predictions,
     write_samples,
@@ -448,8 +446,9 @@ def _described(
     with same_copies(model, draws):
         accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
         predictions, own = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)
-        with evaluation_mode(model):
-            examples = find_examples(model, la if fitted else None, dataset, own.get("predictive", own["plugin"]))
+        keep_examples(
+            run_dir, config.name, model, la if fitted else None, dataset, own.get("predictive", own["plugin"])
+        )
     precision = of_network(dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True)))
     lengthscales = {n: float(m.inverse_lengthscale) for n, m in bare.named_modules() if isinstance(m, SpatialBasis)}
     gamma = of_network(la.effective_parameters()) if fitted else None
@@ -458,7 +457,6 @@ def _described(
     if isinstance(model, AveragedFunction):
         amounts = {"augmentation": model.augment.amounts()}
         write_samples(run_dir, config.name, sampled(model.augment, dataset), draws.tolist())
-    write_examples(run_dir, config.name, examples)
     predictive = la.predictive_prior_precision
     by_name = None if predictive is None else dict(zip(la.parameter_names, predictive.tolist(), strict=True))
     write_history(run_dir, config.name, losses, diary.evaluations, by_name)

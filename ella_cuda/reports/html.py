@@ -27,6 +27,7 @@ from ella_cuda.run_folder import REPORT_FILE
 
 LARGEST_CONFUSION = 12  # classes of a table of all pairs; of more, the pairs that are confused most
 PAIRS = 15
+SCALE = 0.6  # pixels of the page in one of a picture: letters of 8 points are as large as the page's small ones
 MANY_TENSORS = 12  # from which on a table of tensors is folded
 PICTURES = {  # of a run's folder: title, text for who does not see it
     "precisions": (
@@ -82,7 +83,8 @@ td.right{background:#dbe9f6}
 td.wrong{background:#fbe3d0}
 figure{margin:1rem 0}
 figcaption{font-size:.9rem;color:#4a4a4a}
-.picture{display:block;min-width:36rem;width:100%;max-width:50rem;height:auto}
+.picture{display:block;height:auto}
+.runs th[scope=row]{white-space:normal;min-width:14rem}
 .images{display:grid;grid-template-columns:repeat(auto-fill,minmax(8rem,1fr));gap:1rem;padding:0;list-style:none}
 .images figure{margin:0}
 .images img{width:100%;height:auto;image-rendering:pixelated;border:1px solid #c8c8c8}
@@ -151,7 +153,7 @@ def run_page(
 
 def overview_page(rows: Sequence[Mapping[str, Any]], count: int, out_dir: Path) -> str:
     """The page of a folder of ``count`` runs, with links to those that are finished, whose rows are given."""
-    columns = {key: one for key, one in {**METRICS, **CALIBRATION}.items() if any(key in row for row in rows)}
+    columns = {key: one for key, one in _headline().items() if any(key in row for row in rows)}
     lines = [
         [
             f'<a href="{quote(row["run"])}/{REPORT_FILE}">{_text(run_title(row))}</a>',
@@ -159,7 +161,7 @@ def overview_page(rows: Sequence[Mapping[str, Any]], count: int, out_dir: Path) 
         ]
         for row in rows
     ]
-    table = _table(["run", *(title for title, _ in columns.values())], lines, "Finished runs", raw=True)
+    table = _table(["run", *(title for title, _ in columns.values())], lines, "Finished runs", "runs", raw=True)
     sections = {"runs": ("Runs", table if rows else "<p>No run is finished.</p>")}
     sections["training"] = ("Training", _pictures(out_dir, "curves", "layers"))
     return _page(f"Runs in {out_dir.resolve().name}", f"{len(rows)} of {counted(count, 'run')} finished.", sections)
@@ -189,12 +191,17 @@ def _value(value: float | None, style: str) -> str:
     return "-" if value is None else style.format(value)
 
 
+def _headline() -> dict[str, tuple[str, str]]:
+    """Titles and styles of the numbers that are shown first: all but the softmax's calibration."""
+    return {key: one for key, one in {**METRICS, **CALIBRATION}.items() if not key.endswith("_plugin")}
+
+
 def _cards(row: Mapping[str, Any]) -> str:
-    """The first numbers of a run; the softmax's calibration is in a table."""
+    """The first numbers of a run."""
     cards = (
         f'<div><dt>{_text(title)}</dt><dd id="{key}">{_value(row.get(key), style)}</dd></div>'
-        for key, (title, style) in {**METRICS, **CALIBRATION}.items()
-        if key in row and not key.endswith("_plugin")
+        for key, (title, style) in _headline().items()
+        if key in row
     )
     return f"<dl>{''.join(cards)}</dl>"
 
@@ -226,10 +233,12 @@ def _pictures(folder: Path, *names: str) -> str:
         path = folder / f"{name}.png"
         if path.exists():
             title, text = PICTURES.get(name, (name, f"Picture of the {name} of all runs."))
-            data = base64.b64encode(path.read_bytes()).decode()
+            png = path.read_bytes()
+            width = round(SCALE * int.from_bytes(png[16:20], "big"))  # of PNG's header
+            data = base64.b64encode(png).decode()
             found.append(
                 f'<figure><div class="scroll" role="region" tabindex="0" aria-label="{_text(title)}">'
-                f'<img class="picture" alt="{_text(text)}" src="data:image/png;base64,{data}"></div>'
+                f'<img class="picture" width="{width}" alt="{_text(text)}" src="data:image/png;base64,{data}"></div>'
                 f"<figcaption>{_text(title)}</figcaption></figure>"
             )
     return "\n".join(found)

@@ -18,7 +18,7 @@ from torch import nn
 
 from ella_cuda import cli, experiments
 from ella_cuda.data import Dataset, TensorLoader
-from ella_cuda.experiments.examples import find_examples
+from ella_cuda.experiments.examples import find_examples, keep_examples
 from ella_cuda.experiments.report import command_of
 from ella_cuda.laplace import KronLaplace
 
@@ -154,3 +154,10 @@ def test_examples_are_the_least_sure_images_and_those_with_wrong_labels():
     assert sorted(map(np.ndarray.tolist, decoded)) == sorted(map(np.ndarray.tolist, expected))
     assert {one[1:] for one in shown} == {(1, 0), (0, 1)} and found["examined"] == 40
     assert find_examples(model, None, data, probabilities)["reason"]
+
+
+def test_examples_that_fail_are_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr("ella_cuda.experiments.examples.find_examples", lambda *_: {}["missing"])
+    with pytest.warns(RuntimeWarning, match="images to look at could not be found .KeyError: 'missing'"):
+        keep_examples(tmp_path, "run", nn.Linear(1, 1), None, None, None)
+    assert not [*tmp_path.iterdir()]

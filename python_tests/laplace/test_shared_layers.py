@@ -227,6 +227,8 @@ class Clamped(nn.Linear):
 
 
 class Adapted(Plain):
+    scale = 1.0
+
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
         self.scale = 2.0
@@ -236,9 +238,10 @@ class Adapted(Plain):
 
 
 def test_a_subclass_that_computes_the_same_has_the_rule_of_linear_layers():
+    layer = Plain(3, 2, bias=False)
     before = torch.get_rng_state()
-    assert type(rule_for(Plain(3, 2, bias=False), "layer")) is LinearRule
-    torch.random.set_rng_state(before)
+    assert type(rule_for(layer, "layer")) is LinearRule
+    assert torch.equal(torch.get_rng_state(), before)
     for kind in (Clamped, Adapted):
         with pytest.raises(TypeError, match="overrides forward"):
             rule_for(kind(3, 2), "layer")
@@ -268,8 +271,6 @@ def test_a_linear_layer_of_gpt2_is_one(approximation, data, monkeypatch):
         torch.testing.assert_close(la.factors[name].inputs, factor.inputs)
         torch.testing.assert_close(la.factors[name].outputs, factor.outputs)
     torch.testing.assert_close(la.functional_variance(data[0]), expected.functional_variance(data[0]))
-    found, wanted = (torch.cat([l.sample(1, torch.Generator().manual_seed(0))]).shape for l in (la, expected))
-    assert found == wanted
 
 
 # few parameters without a rule ---------------------------------------------------------------------------------------

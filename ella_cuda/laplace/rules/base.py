@@ -357,7 +357,11 @@ def layer_kind(module: nn.Module) -> type[nn.Module]:
     """The class whose rule a layer has: its own, or :class:`torch.nn.Linear` where a subclass without attributes of its own computes the same
     by a forward of its own, as timm's ``Linear``."""
     kind = type(module)
-    if kind not in _RULES and issubclass(kind, nn.Linear) and vars(module).keys() <= vars(nn.Linear(1, 1)).keys():
+    if (
+        kind not in _RULES
+        and issubclass(kind, nn.Linear)
+        and vars(module).keys() <= vars(nn.Linear(1, 1, device="meta")).keys()
+    ):
         return nn.Linear if _computes_linear(kind) else kind
     return kind
 

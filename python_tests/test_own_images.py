@@ -154,6 +154,14 @@ def test_the_threshold_keeps_errors_of_held_out_images_below_the_risk(tmp_path, 
     assert threshold(tmp_path, risk)[0] == (min(fine) if fine else math.inf)
 
 
+def test_equal_probabilities_are_on_one_side_of_the_threshold(tmp_path):
+    p = [[0.9, 0.1], *[[0.8, 0.2]] * 4]
+    kept = {"names": [""] * 5, "labels": [0, 0, 0, 1, 1], "probabilities": p, "class_names": []}
+    write_predictions(tmp_path, {"run": "r", "evaluated_on": "test", **kept})
+    assert threshold(tmp_path, 0.45)[0] == math.inf  # two of five wrong, and one image alone shows 1/2 at most
+    assert threshold(tmp_path, 0.5)[0] == 0.8
+
+
 def test_without_held_out_images_the_threshold_is_of_calibrated_probabilities(tmp_path):
     write_predictions(tmp_path, {"run": "r", "evaluated_on": "train"})
     limit, why = threshold(tmp_path, 0.1)
@@ -207,9 +215,11 @@ def test_weights_of_colour_networks_start_grey_ones_of_other_classes(tmp_path, s
         save_file(colour.state_dict(), path)
     grey = network(in_channels=1)
     load_weights(grey, path, 5)
-    colour.fc, grey.fc = nn.Identity(), nn.Identity()
     x = torch.randn(2, 1, 32, 32)
-    torch.testing.assert_close(grey(x), colour(x.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grey.conv1(x), colour.conv1(x.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-4)
+    ours, theirs = grey.state_dict(), colour.state_dict()
+    others = [name for name in theirs if not name.startswith(("conv1.0", "fc"))]
+    assert all(torch.equal(ours[name], theirs[name]) for name in others) and len(others) > 100
 
 
 class Harmful:

@@ -7,7 +7,6 @@ from ella_cuda.experiments.grid import run_grid
 from ella_cuda.experiments.hyperparameters import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
 from ella_cuda.experiments.load import LoadedRun, load_run
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
-from ella_cuda.experiments.predictions import Predictions
 from ella_cuda.experiments.report import write_overview, write_report
 from ella_cuda.experiments.run import prepare, prepare_for, require_data, run_one
 from ella_cuda.experiments.spread import SPREADS
@@ -21,7 +20,6 @@ __all__ = [
     "OBJECTIVES",
     "SPREADS",
     "LoadedRun",
-    "Predictions",
     "RunConfig",
     "adam_for",
     "configure",

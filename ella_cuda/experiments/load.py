@@ -67,7 +67,7 @@ class LoadedRun(_Loaded):
             progress: whether to show a progress bar.
 
         Returns:
-            The :class:`ella_cuda.experiments.Predictions`; its names tell the files.
+            The :class:`ella_cuda.experiments.predictions.Predictions`; its names tell the files.
 
         Raises:
             FileNotFoundError: a file is not there. ValueError: a file cannot be read, or the run's images are made of several.

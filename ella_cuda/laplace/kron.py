@@ -154,6 +154,7 @@ class KronLaplace(BaseLaplace):
         if not isinstance(eigenvalue_correction, bool):
             raise TypeError(f"eigenvalue_correction must be a bool, got {eigenvalue_correction!r}.")
         self.column_tolerance, self.eigenvalue_correction = column_tolerance, eigenvalue_correction
+        self._recorded: dict[str, str] = {}
         super().__init__(model, likelihood, LaplaceOptions(**options), self.resolution, self.approximation)
         self._hold()
 
@@ -317,7 +318,7 @@ class KronLaplace(BaseLaplace):
                             recorded, run, sums, *part, its_own, hessian_at
                         )
         sums.fit, sums.ran = recorded.fine, sums.tried or not recorded.changeless
-        sums.compared = recorded.compared
+        sums.compared, self._recorded = recorded.compared, recorded.ways
         sums.calls = dict(run.calls)
         sums.gradients = sums.data_fit.total()
 
@@ -456,6 +457,13 @@ class KronLaplace(BaseLaplace):
             raise FloatingPointError(
                 "fit: the log likelihood is not finite; the model's outputs or the targets contain inf or nan."
             )
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        """Shape of a batch's inputs in the last fit -> how the last batch of this shape ran: "recorded", "as it is", where there were too few
+        for a recording, or "as it is: " and why there is none. The number of columns that ``column_tolerance`` leaves, and of outputs at
+        several positions with ``fisher="exact"``, depends on the data, so that such batches are never recorded."""
+        return dict(self._recorded)
 
     @property
     def factors(self) -> dict[str, KroneckerFactor]:

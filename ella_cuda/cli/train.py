@@ -69,7 +69,7 @@ def add_path(command: argparse.ArgumentParser) -> None:
         dest="unreadable",
         action="store_const",
         const="skip",
-        help="leave out images of one's own that cannot be read, and name them (else they are an error)",
+        help="short for --unreadable skip",
     )
 
 

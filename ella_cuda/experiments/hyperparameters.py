@@ -201,7 +201,9 @@ class DataConfig:
         help="share of each class of one's own images to evaluate on, where they have no test part; 0 trains on all",
     )
     unreadable: str = setting(
-        "error", choices=UNREADABLE, option=False, help="what is done about images that cannot be read"
+        "error",
+        choices=UNREADABLE,
+        help="what is done about images of one's own that cannot be read: error, or skip and name them",
     )
 
 

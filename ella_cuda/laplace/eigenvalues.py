@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from ella_cuda._extension import build_info
 from ella_cuda.ops import _lapack
@@ -73,19 +74,34 @@ def left_to_cusolver(shapes: Sequence[tuple[int, int]]) -> int:
 
 
 def eigenbases_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]] = ()) -> tuple[Tensor, list[Tensor]]:
-    """Eigenvalues as :func:`eigenvalues_of_all`, and eigenvectors ``(G, d, d)``, columns, float64, of each set of blocks, by torch.
+    """Eigenvalues as :func:`eigenvalues_of_all`, and eigenvectors ``(G, d, d)``, columns, float64, of each set of blocks, by torch: small
+    blocks of one size together. What takes more than two seconds shows how far it is on a terminal.
 
     Raises:
         torch.linalg.LinAlgError: where a block's do not converge.
     """
     sets = [blocks.detach() for blocks in sets]
     parts = _lapack.parts_of(sets, rows, _lapack.LARGE)
+    groups = _lapack.of_one_size(parts)
+    wholes = [parts[its[0]] if len(its) == 1 else _lapack.joined([parts[at] for at in its]) for its in groups]
     on_cpu = all(blocks.is_cpu for blocks in sets)
-    found = _lapack.by_threads(parts, _lapack.eigenbasis) if on_cpu else [_lapack.eigenbasis(part) for part in parts]
+    with tqdm(total=len(wholes), desc="eigenvectors", delay=_lapack.PATIENCE, leave=False, disable=None) as bar:
+
+        def decompose(part: _lapack.Part) -> tuple[Tensor, Tensor]:
+            found = _lapack.eigenbasis(part)
+            bar.update()
+            return found
+
+        found = _lapack.by_threads(wholes, decompose) if on_cpu else [*map(decompose, wholes)]
+    of_part: dict[int, tuple[Tensor, Tensor]] = {}
+    for its, both in zip(groups, found, strict=True):
+        sizes = [len(parts[at].blocks) for at in its]
+        of_part |= zip(its, zip(*(t.split(sizes) for t in both), strict=True) if its[1:] else [both], strict=True)
     vectors: list[list[Tensor]] = [[] for _ in sets]
-    for part, (_, own) in zip(parts, found, strict=True):
-        vectors[part.place].append(own)
-    return torch.cat([values.flatten() for values, _ in found]), [torch.cat(own) for own in vectors]
+    for at, part in enumerate(parts):
+        vectors[part.place].append(of_part[at][1])
+    values = torch.cat([of_part[at][0].flatten() for at in range(len(parts))])
+    return values, [own[0] if len(own) == 1 else torch.cat(own) for own in vectors]
 
 
 def workspace(blocks: Iterable[tuple[int, int]], device: torch.device) -> int:

@@ -157,6 +157,7 @@ class KronLaplace(BaseLaplace):
         if not isinstance(eigenvalue_correction, bool):
             raise TypeError(f"eigenvalue_correction must be a bool, got {eigenvalue_correction!r}.")
         self.column_tolerance, self.eigenvalue_correction = column_tolerance, eigenvalue_correction
+        self._recorded: dict[str, str] = {}
         super().__init__(model, likelihood, LaplaceOptions(**options), self.resolution, self.approximation)
         self._hold()
 
@@ -320,7 +321,7 @@ class KronLaplace(BaseLaplace):
                             recorded, run, sums, *part, its_own, hessian_at
                         )
         sums.fit, sums.ran = recorded.fine, sums.tried or not recorded.changeless
-        sums.compared = recorded.compared
+        sums.compared, self._recorded = recorded.compared, recorded.ways
         sums.calls = dict(run.calls)
         sums.gradients = sums.data_fit.total()
 
@@ -466,6 +467,13 @@ class KronLaplace(BaseLaplace):
         self.fitted_model.require_fit()
         nothing = torch.zeros(len(self.parameter_names), dtype=torch.float64, device=self._device)
         return self._posterior(nothing, torch.ones_like(self.fitted_model.zero))
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        """Shape of a batch's inputs in the last fit -> how the last batch of this shape ran: "recorded", "as it is", where there were too few
+        for a recording, or "as it is: " and why there is none. The number of columns that ``column_tolerance`` leaves, and of outputs at
+        several positions with ``fisher="exact"``, depends on the data, so that such batches are never recorded."""
+        return dict(self._recorded)
 
     @property
     def factors(self) -> dict[str, KroneckerFactor]:

@@ -270,6 +270,7 @@ class RecordedBatches(RecordedPasses):
         fine: whether all targets of batches that were graphs fit the likelihood, 0-dim; None where there were none.
         changeless: whether all that ran were tapes that write nothing but the sums.
         compared: of tapes, whether their outputs were the network's own, 0-dim, which nobody has read.
+        ways: of each shape of the batches' inputs, how the last batch ran, in words.
 
     Args:
         run: of the fit, its network tried out with the first batch.
@@ -288,19 +289,21 @@ class RecordedBatches(RecordedPasses):
         self._may_defer = defers and not self._checks
         self.changeless = True
         self.fine: Tensor | None = None
+        self.ways: dict[str, str] = {}
 
     def add(self, x: Inputs, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Add a batch; returns its part of the statistic, and the outputs."""
         sums = _Sums(self._run)
         key = self._key(x, [y], None if generator is None else generator.device, tuple(sums.places))
+        name = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(x))
         if key is None:
-            self.changeless = False
+            self.changeless, self.ways[name] = False, f"as it is: {self._why_not()}"
             return self._add(x, y, generator, self._checked)
         shapes = self._known.shapes
         if key not in shapes and len(shapes) >= MOST_KINDS:
             shapes.clear()
         shape = shapes.setdefault(key, _Shape())
-        plan = None if shape.uses is None else sums.plan(shape)
+        plan, kind = None if shape.uses is None else sums.plan(shape), None
         if plan is not None:
             kind = self._kind((key, plan.choices))
             if self._is_due(kind, y.device):
@@ -310,8 +313,16 @@ class RecordedBatches(RecordedPasses):
                 if self._is_the_network(kind, inputs, given, lambda: self._own(x, y)):
                     found = self._again(kind, plan, inputs, given, generator, sums)
                     if found is not None:
+                        self.ways[name] = "recorded"
                         return found
+        self.ways[name] = f"as it is: {kind.refused}" if kind is not None and kind.refused else "as it is"
         return self._as_it_is(key, plan, x, y, generator, sums)
+
+    def _why_not(self) -> str:
+        """Why no batch like the last is recorded."""
+        if self._known is None:
+            return "the model has hooks, or another forward than its class"
+        return f"layers' outputs of more than {LARGE >> 20} MiB, other devices, or inputs that are no tensors"
 
     def _checked(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._likelihood.check(outputs, targets)

@@ -17,8 +17,9 @@ from torch import Tensor
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
 # Blocks of at least so many rows are made smaller: by their rows of zeros, and where they have at least so many times as many rows as
-# their rank, by a basis of so many vectors more.
-LARGE, LOW_RANK, SPARE = 256, 4, 8
+# their rank, or where vectors are wanted too, by a basis of so many vectors more.
+LARGE, LOW_RANK, LOW_RANK_OF_VECTORS, SPARE = 256, 4, 2, 8
+PATIENCE = 2.0  # seconds of eigenvectors before a bar tells how far they are
 TRACE = 16  # times the relative rounding error: what these may leave out of the trace
 
 # Numbers of blocks at once (on the CPU in each thread), of which the copies in float64 take 8 times as many bytes.
@@ -46,7 +47,11 @@ class Part(NamedTuple):
     @property
     def is_thin(self) -> bool:
         """Whether the rank is known to be small beside the rows."""
-        return self.rows >= max(LOW_RANK * self.rank, LARGE)
+        return self.is_small_beside(LOW_RANK)
+
+    def is_small_beside(self, times: int) -> bool:
+        """Whether so many times the rank, which is known, are no more than the rows."""
+        return self.rows >= max(times * self.rank, LARGE)
 
     @property
     def cost(self) -> int:
@@ -88,6 +93,27 @@ def parts_of(sets: Sequence[Tensor], known: Sequence[tuple[int, float]], large: 
     return parts
 
 
+def of_one_size(parts: Sequence[Part]) -> list[list[int]]:
+    """The numbers of parts that one call decomposes: small blocks of the same size, as many as go together."""
+    groups: list[list[int]] = []
+    last: dict[tuple[int, torch.dtype], list[int]] = {}
+    for at, part in enumerate(parts):  # those of more than one call's matrices are apart already
+        rows, most = part.blocks.shape[1], AT_ONCE_ON_CPU if part.blocks.is_cpu else AT_ONCE_ELSEWHERE
+        group = last.get((rows, part.blocks.dtype))
+        count = len(part.blocks) + sum(len(parts[one].blocks) for one in group or ())
+        if rows >= LARGE or group is None or count * rows**2 > most:
+            groups.append(group := [])
+            if rows < LARGE:
+                last[rows, part.blocks.dtype] = group
+        group.append(at)
+    return groups
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Small parts of one size as one."""
+    return parts[0]._replace(blocks=torch.cat([part.blocks for part in parts]))
+
+
 def eigenvalues(part: Part) -> Tensor:
     """Ascending, ``(G, d)``, float64; NaN where a block is not finite."""
     if part.blocks.shape[1] == 1:  # of which there may be millions
@@ -103,19 +129,21 @@ def eigenvalues(part: Part) -> Tensor:
 def eigenbasis(part: Part) -> tuple[Tensor, Tensor]:
     """The eigenvalues as :func:`eigenvalues`, and the eigenvectors ``(G, d, d)``, columns; unit vectors of rows of zeros are some."""
     block, rows, basis = part.nonzero().squeeze(0), part.blocks.shape[1], None
-    if part.is_thin and part.finite:
+    if part.is_small_beside(LOW_RANK_OF_VECTORS) and part.finite:
         inside, basis, fine = within_range(block, part.rank, part.error)
         block, basis = (inside, basis) if fine else (block, None)
     found, vectors = _solved(lambda blocks: tuple(torch.linalg.eigh(blocks)), block, part.finite)
     if basis is not None:  # the first columns but for signs, and what completes them
         vectors = torch.linalg.qr(basis @ vectors, mode="complete").Q
-    if part.places is not None:
-        whole = torch.block_diag(vectors, torch.eye(rows - part.rows, dtype=torch.float64, device=vectors.device))
-        vectors = torch.empty_like(whole).index_copy_(0, part.places, whole)
     if found.shape[-1] < rows:
         found, order = torch.cat([found, found.new_zeros(rows - len(found))]).sort(stable=True)
-        vectors = vectors[:, order]
-    return found.view(part.blocks.shape[:2]), vectors.view(part.blocks.shape)
+        columns = order.argsort()  # of the vectors, and then of the unit vectors
+        places = torch.arange(rows, device=order.device) if part.places is None else part.places
+        whole = torch.zeros_like(part.blocks[0], dtype=torch.float64).mT  # as LAPACK has the vectors
+        whole[places[: part.rows, None], columns[: part.rows]] = vectors
+        whole[places[part.rows :], columns[part.rows :]] = 1.0
+        vectors = whole
+    return found.view(part.blocks.shape[:2]), vectors if vectors.dim() == 3 else vectors[None]
 
 
 def _solved(solver: Callable[[Tensor], Any], blocks: Tensor, finite: bool | None) -> Any:

@@ -232,7 +232,7 @@ def test_rows_of_zeros_are_not_decomposed(monkeypatch, own_calls, decomposed, ow
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize(("rows", "kept"), [(1000, 290), (20, 290), (20, 300), (1000, 0)])
+@pytest.mark.parametrize(("rows", "kept"), [(1000, 290), (20, 290), (120, 290), (20, 300), (1000, 0)])
 def test_eigenvectors_beside_rows_of_zeros(decomposed, rows, kept, elsewhere):
     """An orthonormal basis that has the unit vectors of such rows, of all ranks."""
     block = with_rows_of_zeros(300, kept)
@@ -247,6 +247,19 @@ def test_eigenvectors_beside_rows_of_zeros(decomposed, rows, kept, elsewhere):
     torch.testing.assert_close(
         vectors * values @ vectors.mT, block[0], rtol=0, atol=1e-12 * float(block.abs().max()) + 1e-300
     )
+
+
+def test_eigenvectors_of_small_blocks_of_one_size_are_taken_together(decomposed, monkeypatch):
+    monkeypatch.setattr(_lapack, "AT_ONCE_ON_CPU", 3 * 25)
+    sets = [
+        torch.randn(groups, rows, 2 * rows, dtype=torch.float64) for groups, rows in ((1, 5), (2, 7), (2, 5), (2, 5))
+    ]
+    sets = [half @ half.mT for half in sets]
+    values, vectors = eigenvalues.eigenbases_of_all(sets)
+    assert {rows: len(calls) for rows, calls in decomposed.items()} == {5: 2, 7: 2}  # three of 25 numbers, one of 49
+    split = values.split([blocks.shape[0] * blocks.shape[1] for blocks in sets])
+    for blocks, own_values, own in zip(sets, split, vectors, strict=True):
+        torch.testing.assert_close((own * own_values.view(len(blocks), 1, -1)) @ own.mT, blocks, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("largest", [((4, 1024), 1), ((5, 1024), 0), ((2, 720), 1), ((3, 720), 0)])

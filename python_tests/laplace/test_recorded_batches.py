@@ -441,6 +441,22 @@ def test_a_network_that_changed_between_fits_runs_as_it_is(graphs, once, patient
     assert Sums(la) == fitted(copy.deepcopy(model), loader, patient, fisher="mc")
 
 
+@pytest.mark.parametrize("how", ["plain", "tolerance", "positions", "hooks", "few"])
+def test_how_batches_ran_is_told(how):
+    model, (x, y) = perceptron(), vectors(9)
+    if how == "positions":
+        model, x, y = nn.Linear(6, 4).double(), x[:, None].expand(-1, 2, -1), y[:, None].expand(-1, 2)
+    if how == "hooks":
+        model[0].register_forward_hook(lambda *_: None)
+    la = KronLaplace(model, column_tolerance=0.1 * (how == "tolerance"))
+    la.fit(in_threes(x, y)[: 1 if how == "few" else 7])
+    why = {"plain": "recorded", "hooks": "as it is: the model has hooks", "few": "as it is"}.get(
+        how, "as it is: NotRecordable: aten._local_scalar_dense.default reads a tensor's numbers"
+    )
+    ((shape, told),) = la.recorded.items()
+    assert shape == str((3, *x.shape[1:])) and told.startswith(why) and (how != "few" or told == why)
+
+
 def test_host_reads_of_a_second_fit(monkeypatch):
     stand_in(monkeypatch)
     model, loader = perceptron(), in_threes(*vectors(9))

@@ -23,7 +23,7 @@ import torchvision
 from torch import Tensor, nn
 
 from benchmarks.counting import count
-from benchmarks.posteriors import network as small_cnn
+from benchmarks.predictions import network as small_cnn
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.testing import float32_convolutions
 

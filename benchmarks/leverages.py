@@ -31,27 +31,17 @@ from ella_cuda.reports.text import columns
 HEAD = ("precisions", "eigenvalues", "gamma", "leverages", "largest", "above 1, %", "test NLL", "test ECE")
 
 
-def leverages(la: KronLaplace, x: Tensor) -> Tensor:
-    """Of each data point of a classification, descending, ``(N, K)``."""
-    found = []
-    for part in x.split(100):
-        p = torch.softmax(la.model(part).detach().double(), 1)
-        hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
-        found.append(torch.linalg.eigvals(la.functional_variance(part).double() @ hessian).real.sort(1, True).values)
-    return torch.cat(found)
-
-
 def scores(predictions: Tensor, labels: Tensor) -> tuple[str, str]:
     return tuple(f"{of(predictions, labels):.3f}" for of in (metrics.nll, metrics.expected_calibration_error))
 
 
-def row(la: KronLaplace, precisions: str, train: Tensor, test: Tensor, labels: Tensor) -> tuple[str, ...]:
-    found = leverages(la, train)
+def row(la: KronLaplace, precisions: str, train: TensorLoader, test: Tensor, labels: Tensor) -> tuple[str, ...]:
+    found = la.leave_one_out(train)
     numbers = (
         f"{sum(la.effective_parameters().values()):,.0f}",
-        f"{found.sum().item() * la.n_data / len(train):,.0f}",
-        f"{found.max().item():.3g}",
-        f"{100 * (found[:, 0] > 1).double().mean().item():.1f}",
+        f"{found.total_leverage.item() * la.n_data / len(found.leverage):,.0f}",
+        f"{found.leverage.max().item():.3g}",
+        f"{100 * found.n_undefined / len(found.leverage):.1f}",
     )
     predictions = torch.cat([la(part) for part in test.split(100)])
     return precisions, "corrected" if la.eigenvalue_correction else "product", *numbers, *scores(predictions, labels)
@@ -66,6 +56,7 @@ def main() -> None:
     data = prepare_for(run.config)
     loader = TensorLoader(data.train_images, data.train_labels, 100)
     some = torch.randperm(len(data.train_images), generator=torch.Generator().manual_seed(0))[: args.images]
+    train = TensorLoader(data.train_images[some], data.train_labels[some], 100)
     learned = run.la.prior_precision
     fits = [
         KronLaplace(run.model, prior_precision=learned, eigenvalue_correction=corrected).fit(loader)
@@ -90,7 +81,7 @@ def main() -> None:
             la = copy.copy(fit)
             if structure:
                 la.optimize_prior_precision(method="mackay", prior_structure=structure, n_steps=300)
-            rows.append(row(la, precisions, data.train_images[some], data.test_images, data.test_labels))
+            rows.append(row(la, precisions, train, data.test_images, data.test_labels))
     print(columns(rows))
 
 

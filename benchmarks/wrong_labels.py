@@ -1,9 +1,9 @@
 """Which score finds wrong labels? Fashion-MNIST's training images, some of whose labels were replaced.
 
-    python -m benchmarks.wrong_labels [--seeds N] [--out FILE]
+    python -m benchmarks.wrong_labels [--seeds N] [--images N] [--out DIR]
 
-Of 3,000 images 5 % get another of the ten labels at random; the CONV network of ``benchmarks.posteriors`` is trained on all for 10 epochs.
-A score ranks the images; its precision is the percentage of wrong labels among as many images as there are wrong labels, from the top.
+Of so many images (3,000) 5 % get another of the ten labels at random; the CONV network of ``benchmarks.predictions`` is trained on all for
+10 epochs. A score ranks the images; its precision is the percentage of wrong labels among as many images as there are wrong labels.
 
 loss                     of the trained network
 TracIn                   squared norm of the loss' gradient in the last layer's parameters, summed over three checkpoints times their learning
@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.posteriors import images, network
+from benchmarks.predictions import images, network
 from ella_cuda.data import TensorLoader
 from ella_cuda.files import write_file
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.reports.text import columns
 
-COUNT, SHARE, EPOCHS, BATCH, RATE = 3000, 0.05, 10, 64, 3e-3
+SHARE, EPOCHS, BATCH, RATE = 0.05, 10, 64, 3e-3
 CHECKPOINTS = (4, 7, 10)  # epochs
 
 
@@ -71,11 +71,11 @@ def trained(x: Tensor, y: Tensor) -> tuple[nn.Sequential, Tensor]:
     return model.eval(), score
 
 
-def rows(seed: int) -> list[dict[str, float | str]]:
+def rows(seed: int, count: int) -> list[dict[str, float | str]]:
     """Of one network."""
-    data = images("fashion-mnist")
-    x = ((data.train_images - data.train_images.mean()) / data.train_images.std())[:COUNT]
-    y, wrong = relabelled(data.train_labels[:COUNT], torch.Generator().manual_seed(seed))
+    data = images("fashion-mnist", count)
+    x = (data.train_images - data.train_images.mean()) / data.train_images.std()
+    y, wrong = relabelled(data.train_labels, torch.Generator().manual_seed(seed))
     torch.manual_seed(seed)
     model, tracin = trained(x, y)
     with torch.no_grad():
@@ -107,12 +107,16 @@ def table(found: list[dict[str, float | str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="networks (%(default)s)")
-    parser.add_argument("--out", type=Path, help="a JSON file for the rows")
+    parser.add_argument("--images", type=int, default=3000, metavar="N", help="of the training (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and table there")
     args = parser.parse_args()
-    found = [row for seed in range(args.seeds) for row in rows(seed)]
-    print(table(found))
+    found = [row for seed in range(args.seeds) for row in rows(seed, args.images)]
+    text = table(found)
+    print(text)
     if args.out:
-        write_file(args.out, json.dumps(found, indent=1) + "\n")
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_file(args.out / "rows.json", json.dumps(found, indent=1) + "\n")
+        write_file(args.out / "table.txt", text + "\n")
 
 
 if __name__ == "__main__":

@@ -401,13 +401,17 @@ class EllaKronLaplace(laplace.KronLaplace):
         return (precision * torch.stack([part.square().sum() for part in away])).sum()
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """The log density at parameters ``(..., P)``: ``(...)``."""
+        """The log density at parameters ``(..., P)``: ``(...)``; before a fit that of the prior."""
         exponent = -0.5 * self.square_norm(value)
         if not normalized:
             return exponent
-        return exponent + 0.5 * (self.log_det_posterior_precision - self.n_params * math.log(2 * math.pi))
+        unfitted = self.H is None
+        determinant = self.prior_precision_diag.log().sum() if unfitted else self.log_det_posterior_precision
+        return exponent + 0.5 * (determinant - self.n_params * math.log(2 * math.pi))
 
     def square_norm(self, value: Tensor) -> Tensor:
+        if self.H is None:
+            return (value - self.mean).square() @ self.prior_precision_diag
         return self.posterior_precision.posterior().square_form(value - self.mean)
 
     # predictions -----------------------------------------------------------------------------------------------------

@@ -565,10 +565,12 @@ def test_copies_are_independent():
     assert la.prior_precision.item() == 1
 
 
-def test_a_clone_stays_when_more_data_are_added():
+def test_the_prior_is_there_before_a_fit_and_a_clone_stays_after_the_next():
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(6, 3).double()
-    la = laplace.Laplace(model, "regression", "all", "ella_kron")
+    la = laplace.Laplace(model, "regression", "all", "ella_kron", prior_precision=0.3)
+    value = torch.randn(26).double()
+    torch.testing.assert_close(la.log_prob(value), torch.distributions.Normal(0.0, 0.3**-0.5).log_prob(value).sum())
     la.fit([(data, data[:, :2])])
     before, clone = la.H.to_matrix(), la.H.clone()
     la.fit([(data, data[:, :2])], override=False)

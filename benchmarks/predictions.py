@@ -14,6 +14,7 @@ softmax           of the network
 calibrated        la(x) after ``la.calibrate()``, of a run as it is loaded; of the CONV network at precisions that start from 1
 evidence          la(x) at the precisions that the evidence chose (MacKay's fixed points, or the run's), not calibrated
 both              la(x) after ``la.calibrate()`` at these precisions
+folds             la(x) after ``la.calibrate(folds=...)`` by two networks, each trained on half of the images; starts from 1
 temperature       softmax of logits divided by the temperature that is best on the held-out images
 gridsearch, ...   one prior precision, best on the held-out images of 17 powers of ten from 1e-2 to 1e6: of Kronecker factors of all
                   layers or the last one, of the diagonal, of the full matrix of 400 parameters of the largest variance, or drawn
@@ -73,7 +74,7 @@ Pair = tuple[Tensor, Tensor]
 @dataclasses.dataclass
 class Trained:
     """A network and its data: pairs of images and labels, and images of another data set. ``la`` is that of a run, fitted and calibrated;
-    ``again`` trains another network."""
+    ``again`` trains another network, ``folds`` calibrates by two more, of half of the data each."""
 
     model: nn.Module
     train: Pair
@@ -81,6 +82,7 @@ class Trained:
     test: Pair
     others: Tensor | None
     again: Callable[[int], nn.Module]
+    folds: Callable[[], KronLaplace]
     la: KronLaplace | None = None
 
     @property
@@ -135,7 +137,18 @@ def conv(name: str, train: int, seed: int, epochs: int | None, _: Path) -> Train
     def again(number: int) -> nn.Module:
         return fitted_network(*kept, epochs or EPOCHS, seed + 1000 * number)
 
-    return Trained(again(0), kept, held, (test, data.test_labels), others, again)
+    def folds() -> KronLaplace:
+        halves = [tuple(t[number::2] for t in kept) for number in range(2)]
+        fitted = [
+            KronLaplace(fitted_network(*half, epochs or EPOCHS, seed)).fit(TensorLoader(*half, 100)) for half in halves
+        ]
+        la = copy.copy(made.kron)
+        unseen = [TensorLoader(*half, 100) for half in reversed(halves)]
+        la.calibrate(folds=[*zip(fitted, unseen, strict=True)])
+        return la
+
+    made = Trained(again(0), kept, held, (test, data.test_labels), others, again, folds)
+    return made
 
 
 def quadrants(task: str, layer: str, objective: str, seed: int, epochs: int | None, folder: Path) -> Trained:
@@ -153,9 +166,14 @@ def quadrants(task: str, layer: str, objective: str, seed: int, epochs: int | No
         run_one(own, folder / own.name, progress=False)
         return load_run(folder / own.name, fit=not number)
 
+    def folds() -> KronLaplace:
+        own = folder / f"{config.name}-folds"
+        run_one(dataclasses.replace(config, calibration="folds"), own, progress=False)
+        return load_run(own, fit=True).la
+
     run = again(0)
     pairs = (data.train_images, data.train_labels), (data.test_images, data.test_labels)
-    return Trained(run.model, *pairs, (test, everything.test_labels), None, lambda k: again(k).model, run.la)
+    return Trained(run.model, *pairs, (test, everything.test_labels), None, lambda k: again(k).model, folds, run.la)
 
 
 def softmax(model: nn.Module, temperature: float = 1.0) -> Predict:
@@ -222,6 +240,7 @@ WAYS: dict[str, tuple[int, Callable[[Trained, int], Predict]]] = {  # held-out i
     "calibrated": (0, lambda made, _: made.la or calibrated(copy.copy(made.kron), made)),
     "evidence": (0, lambda made, _: at_evidence(made)),
     "both": (0, lambda made, _: calibrated(at_evidence(made), made)),
+    "folds": (0, lambda made, _: made.folds()),
     "laplace-torch": (0, lambda made, _: of_laplace_torch(made)),
     "ensemble": (0, lambda made, _: ensemble(made)),
     "temperature": (HELD_OUT, lambda made, _: with_temperature(made)),

@@ -20,6 +20,7 @@ from ella_cuda import metrics
 from ella_cuda.data import Dataset, TensorLoader, load, make_task, normalized_as, rotated, stratified_order
 from ella_cuda.experiments.hyperparameters import ROTATED, RunConfig
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.leave_one_out import affordable
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.progress import bar_size
 
@@ -195,7 +196,8 @@ def _bins(found: metrics.Reliability) -> dict[str, list[float | None]]:
 
 def _left_out(la: KronLaplace, dataset: Dataset) -> dict[str, Any]:
     """Histograms of leave-one-out losses and leverages at the learned precisions, and at those of predictions."""
-    loader = TensorLoader(dataset.train_images[:LEFT_OUT], dataset.train_labels[:LEFT_OUT], EVALUATION_BATCH)
+    count = affordable(LEFT_OUT, 2 * la.n_params * la.n_outputs**2)
+    loader = TensorLoader(dataset.train_images[:count], dataset.train_labels[:count], EVALUATION_BATCH)
     predicting = copy.copy(la)
     predicting.prior_precision = la.predictive_prior_precision
     found: dict[str, Any] = {"exponents": EXPONENTS}

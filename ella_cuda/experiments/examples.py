@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ella_cuda.data import Dataset, TensorLoader
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.leave_one_out import SCALES, affordable
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.run_folder import write_examples
 
@@ -79,7 +80,8 @@ def _suspects(model: nn.Module, la: KronLaplace, dataset: Dataset) -> dict[str, 
     losses = [
         nn.functional.cross_entropy(model(x), y, reduction="none") for x, y in TensorLoader(images, labels, BATCH)
     ]
-    some = torch.cat(losses).argsort(descending=True, stable=True)[:EXAMINED]
+    count = affordable(EXAMINED, len(SCALES) * la.n_params * la.n_outputs**2)
+    some = torch.cat(losses).argsort(descending=True, stable=True)[:count]
     images, labels = images[some], labels[some]
     left = la.influence(TensorLoader(images, labels, BATCH))
     outputs = torch.cat([model(x) for x in images.split(BATCH)])

@@ -1025,11 +1025,12 @@ class BaseLaplace(Predictive):
 
         Args:
             loader: of the fit's data, as for :meth:`leave_one_out`; None is what the fit got. The first
-                :data:`~ella_cuda.laplace.leave_one_out.CALIBRATION_POINTS` (500) data points are used.
+                :data:`~ella_cuda.laplace.leave_one_out.CALIBRATION_POINTS` (500) data points are used; of large networks fewer, but 50 at
+                least.
             tolerance: nats per data point, positive.
             progress_bar: show one.
             folds: in place of ``loader`` and ``tolerance``: approximations of the same kind of network, each fitted to a part of the data
-                that the network was trained on, with a loader of the other part.
+                that the network was trained on, with a loader of the other part, of which the first 10,000 are used, of large networks fewer.
 
         Returns:
             ``predictive_prior_precision``: one value per parameter tensor. Call again after another ``sigma_noise`` or ``temperature``.

@@ -28,6 +28,11 @@ SCALES = tuple(10.0**k for k in range(7))  # of the precisions of a ranking
 FACTORS = tuple(10 ** (k / 4) for k in range(29))  # of the precisions of a calibration
 FOLDS_FACTORS = tuple(10 ** (k / 4) for k in range(-8, 29))  # and of one by folds, which may ask for more variance
 CALIBRATION_POINTS = 500  # data points that a calibration takes at most
+WORK, LEAST = (
+    1e12,
+    50,
+)  # products of covariances that need not be asked for, which a core does in minutes; and points however many
+FOLDS_WORK, FOLD_POINTS = 10 * WORK, 10_000  # of data that a fold has not seen
 PIECES = 10, 100  # data points at a time: of the first, which rule most factors out, and of the others
 BESIDE = 6  # matrices of a data point's outputs that are there beside the covariances
 APART = 1e-3  # of log likelihoods of the same data, relative
@@ -257,17 +262,24 @@ def calibrate(la: Predictive, loader: Iterable[Any], tolerance: float, progress_
 @torch.no_grad()
 def calibrate_by_folds(la: Predictive, folds: Sequence[tuple[Predictive, Iterable[Any]]], progress_bar: bool) -> Tensor:
     """The precisions of predictions; see :meth:`ella_cuda.laplace.KronLaplace.calibrate`."""
-    now, totals = la.prior_precision.detach(), data_weight(la).new_zeros(len(FOLDS_FACTORS))
+    now, totals, how = la.prior_precision.detach(), data_weight(la).new_zeros(len(FOLDS_FACTORS)), Prediction()
     for number, (other, loader) in enumerate(folds):
         where, weight = f"calibrate: folds[{number}]", data_weight(other)
         other.fitted_model.require_unchanged()
         posteriors = [other._posterior(now * factor, weight) for factor in FOLDS_FACTORS]
-        count = 0
+        likelihood, count = other.likelihood_function, 0
+        diagonal = likelihood.has_classes or not likelihood.couples_outputs
+        each = len(posteriors) * other.n_params * other.n_outputs ** (1 if diagonal else 2)
+        most = affordable(FOLD_POINTS, each, FOLDS_WORK)
         for batch in tqdm(loader, desc=f"fold {number + 1} of {len(folds)}", disable=not progress_bar, leave=False):
             x, y = pair_on(batch, other.fitted_model.device, where, other.fitted_model.keys)
-            for place, which, _, mean, covariance in _moments(other, posteriors, x, y, Prediction(), where):
-                totals[place] += _log_density(other, mean.double(), covariance.double(), y[which], Prediction()).sum()
+            x, y = take(x, slice(most - count)), y[: most - count]
+            for place, which, _, mean, spread in _moments(other, posteriors, x, y, how, where, diagonal=diagonal):
+                covariance = torch.diag_embed(spread.flatten(1)) if diagonal else spread
+                totals[place] += _log_density(other, mean.double(), covariance.double(), y[which], how).sum()
             count += len(y)
+            if count >= most:
+                break
         if not count:
             raise ValueError(f"{where}: the loader gave no data; pass a re-iterable loader such as a DataLoader.")
     if not totals.isfinite().any():
@@ -278,8 +290,9 @@ def calibrate_by_folds(la: Predictive, folds: Sequence[tuple[Predictive, Iterabl
 
 
 def _first(la: Predictive, loader: Iterable[Any], where: str) -> Iterator[tuple[Inputs, Tensor]]:
-    """The loader's first :data:`CALIBRATION_POINTS` data points, :data:`PIECES` at a time."""
-    room, piece = CALIBRATION_POINTS, PIECES[0]
+    """The loader's first :data:`CALIBRATION_POINTS` data points or fewer, :data:`PIECES` at a time."""
+    each = len(FACTORS) * la.n_params * la.n_outputs**2
+    room, piece = affordable(CALIBRATION_POINTS, each), PIECES[0]
     for batch in loader:
         x, y = pair_on(batch, la.fitted_model.device, where, la.fitted_model.keys)
         if len(y) != data_points(x):
@@ -356,8 +369,9 @@ def _moments(
     how: Prediction,
     where: str,
     failed: Collection[int] = (),
+    diagonal: bool = False,
 ) -> Iterator[tuple[int, slice, Tensor, Tensor, Tensor]]:
-    """The posterior's place, some of a batch's data points, their outputs, means and covariances; see :func:`left_out`."""
+    """The posterior's place, some of a batch's data points, their outputs, means and covariances, or variances; see :func:`left_out`."""
     begin = 0
     while begin < len(y):
         places = [place for place in range(len(posteriors)) if place not in failed]
@@ -366,13 +380,18 @@ def _moments(
         for first in range(0, len(places), together):
             some = places[first : first + together]
             under = [posteriors[place] for place in some]
-            outputs, covariances = la._moments_under(la.fitted_model.inputs(take(x, which)), under)
+            outputs, covariances = la._moments_under(la.fitted_model.inputs(take(x, which)), under, diagonal=diagonal)
             mean = outputs + la._shift(take(x, which), how.mean)
             with without_autocast(mean.device.type):
                 la.likelihood_function.check(mean, y[which])
             for place, covariance in zip(some, covariances, strict=True):
                 yield place, which, outputs, mean, covariance
         begin += points
+
+
+def affordable(most: int, each: float, work: float = WORK) -> int:
+    """How many data points, at most so many and at least :data:`LEAST`, take ``work`` products of ``each``."""
+    return min(most, max(LEAST, int(work / each)))
 
 
 def room(la: Predictive, count: int, where: str) -> tuple[int, int]:

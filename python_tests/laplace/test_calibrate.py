@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ella_cuda import marglik_training
-from ella_cuda.laplace import FullLaplace, KronLaplace
+from ella_cuda.laplace import FullLaplace, KronLaplace, leave_one_out
 from ella_cuda.laplace.factors import with_checksum
 from python_tests.laplace.checks import drawn, randomised
 
@@ -101,6 +101,27 @@ def test_folds_choose_by_data_that_they_have_not_seen(kind: Any) -> None:
     assert [(other.predictive_prior_precision, float(other.prior_precision[0])) for other, _ in folds] == [
         (None, 7.0)
     ] * 2
+
+
+def test_large_networks_are_calibrated_by_fewer_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than the products that it may take allow, but at least as many as are due; folds by variances alone."""
+    la, seen = fitted(), []
+    real = type(la)._moments_under
+    monkeypatch.setattr(
+        type(la), "_moments_under", lambda self, x, *how, **more: seen.append(len(x)) or real(self, x, *how, **more)
+    )
+    each = 29 * la.n_params * 9
+    for work, wanted in ((21.5 * each, 21), (3 * each, 5), (1e3 * each, N)):
+        monkeypatch.setattr(leave_one_out, "WORK", work)
+        monkeypatch.setattr(leave_one_out.affordable, "__defaults__", (work,))
+        monkeypatch.setattr(leave_one_out, "LEAST", 5)
+        seen.clear()
+        la.calibrate([data()])
+        assert sum(seen) == wanted
+    monkeypatch.setattr(leave_one_out, "FOLDS_WORK", 17.5 * 37 * la.n_params * 3)
+    seen.clear()
+    la.calibrate(folds=[(la, DataLoader(TensorDataset(*data()), 10))])
+    assert sum(seen) == 17
 
 
 def test_folds_of_something_else_are_refused() -> None:

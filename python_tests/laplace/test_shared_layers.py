@@ -235,13 +235,69 @@ class Adapted(Plain):
         return self.scale * super().forward(x)
 
 
+class Residual(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + x if out.shape == x.shape else out
+
+
+class WithoutBias(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (2.0 if self.bias is None else 1.0) * super().forward(x)
+
+
+class OfPictures(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (2.0 if x.dim() == 4 else 1.0) * super().forward(x)
+
+
+class StopsInput(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.detach(), self.weight, self.bias)
+
+
+class StopsWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.detach(), self.bias)
+
+
 def test_a_subclass_that_computes_the_same_has_the_rule_of_linear_layers():
     before = torch.get_rng_state()
-    assert type(rule_for(Plain(3, 2, bias=False), "layer")) is LinearRule
+    with torch.inference_mode():
+        assert type(rule_for(Plain(3, 2, bias=False), "layer")) is LinearRule
     torch.random.set_rng_state(before)
-    for kind in (Clamped, Adapted):
-        with pytest.raises(TypeError, match="overrides forward"):
-            rule_for(kind(3, 2), "layer")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Clamped(3, 2),
+        lambda: Adapted(3, 2),
+        lambda: Residual(3, 3),
+        lambda: WithoutBias(3, 2, bias=False),
+        lambda: OfPictures(3, 2),
+        lambda: StopsInput(3, 2),
+        lambda: StopsWeight(3, 2),
+    ],
+)
+def test_a_subclass_with_other_outputs_or_gradients_has_none(make):
+    with pytest.raises(TypeError, match="overrides forward"):
+        rule_for(make(), "layer")
+
+
+class OfClass(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+def test_a_fit_compares_a_subclass_with_autograd_at_its_own_inputs(data, monkeypatch):
+    model = randomised(nn.Sequential(OfClass(4, 4), nn.Tanh(), nn.Flatten(), nn.Linear(20, CLASSES)))
+    la = KronLaplace(model).fit([data])
+    monkeypatch.setattr(OfClass, "scale", 2.0)
+    with pytest.raises(ValueError, match=r"layer '0' \(OfClass\): LinearRule.* contradicts autograd"):
+        la.fit([data])
 
 
 class Conv1D(nn.Module):

@@ -131,6 +131,28 @@ def test_others_are_refused_in_one_message(forward, data):
         KronLaplace(model).fit([data])
 
 
+def of_later(m: nn.Module, x: Tensor) -> Tensor:
+    """Whose positions hang on data of which the first batch has none."""
+    places = (torch.arange(5) + (x[:, 0, 0] > 9).any().long()) % 7
+    return m.head((m.inner(x) + m.part(places)).sin().mean(1))
+
+
+def of_lengths(m: nn.Module, x: Tensor) -> Tensor:
+    """The same, read by the host, so that vmap cannot take it."""
+    shift = int((x[:, 0, 0] > 9).any())
+    return m.head((m.inner(x) + m.part(torch.arange(shift, 5 + shift))).sin().mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:fit. torch.func.vmap cannot take the model")
+@pytest.mark.parametrize("forward", [of_later, of_lengths])
+def test_a_later_batch_whose_inputs_are_not_shared_is_refused(forward, data):
+    model = randomised(Function(forward, inner=nn.Linear(4, 4), part=nn.Embedding(7, 4), head=nn.Linear(4, CLASSES)))
+    x, y = data
+    x[5, 0, 0] = 10.0
+    with pytest.raises(ValueError, match=r"input of layer 'part' \(Embedding\) a batch axis, or freeze"):
+        KronLaplace(model).fit([(x[:4], y[:4]), (x[4:], y[4:])])
+
+
 def test_the_exact_evidence_refuses_them(data):
     with pytest.raises(ValueError, match=r"layer 'part' \(Embedding\) has parameters that are used outside"):
         exact_log_marginal_likelihood(KronLaplace(with_positions("embedding", once=True)), *data)

@@ -47,6 +47,7 @@ from ella_cuda.laplace.evidence import (
     of_tensors,
     precisions_of,
     present_terms,
+    require_likelihood_of_fit,
     resolved,
     sigma_of,
     square_distances,
@@ -399,8 +400,8 @@ class BaseLaplace(Predictive):
     @property
     def prior_precision(self) -> Tensor:
         """One positive value per parameter tensor, 1-D, in ``named_parameters()`` order; set it from a number or such a vector. Full and
-        diagonal approximations also take one value per element that has a posterior. Predictions are by it unless
-        ``predictive_prior_precision`` is set later."""
+        diagonal approximations also take one value per element that has a posterior, unless these are as many as parameter tensors.
+        Predictions are by it unless ``predictive_prior_precision`` is set later."""
         return self._prior_precision
 
     @prior_precision.setter
@@ -667,6 +668,7 @@ class BaseLaplace(Predictive):
         require_loader(loader, "fit_linear_mode: loader")
         check_choice("hessian_at", hessian_at, HESSIANS)
         self.fitted_model.require_unchanged()
+        require_likelihood_of_fit(self)
         if augment_of(self.model) is not None and self.fitted_model.draws is None:
             raise ValueError(
                 "fit_linear_mode: the augmentation draws anew in every pass over the data (sampling='independent'), so that there is no one "
@@ -862,6 +864,13 @@ class BaseLaplace(Predictive):
         check_choice("hessian_at", hessian_at, HESSIANS)
         self.fitted_model.require_fit()
         self.fitted_model.bases.check()
+        if method != "gridsearch":
+            require_likelihood_of_fit(self)
+        if each and len(self.counts) == sum(self.counts) and max(self.counts) > 1:
+            raise ValueError(
+                f"prior_structure='diag': the subnetwork has as many elements as the model has parameter tensors ({len(self.counts)}), and "
+                "so many precisions are those of tensors; choose another element more, or use 'layerwise'."
+            )
         if at == "linear" and method in ("gridsearch", "loo"):
             raise ValueError(f"optimize_prior_precision: method={method!r} has no at='linear'; use 'marglik'.")
         if pred_type == "nn" and method == "loo":

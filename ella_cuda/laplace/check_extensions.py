@@ -50,14 +50,14 @@ def is_own(kind: type, method: str | None = None) -> bool:
 
 
 def check_rules(model: nn.Module, rules: Sequence[Rule], x: Inputs, places: Mapping[Rule, Sequence[Place]]) -> None:
-    """Compare the rules that are not the package's with autograd, at their layers' first calls; ValueError, with the class and the method,
-    where one contradicts autograd, or changes what it gets.
+    """Compare the rules that are not the package's, or whose layers have a forward of others, with autograd, at these layers' first calls;
+    ValueError, with the class and the method, where one contradicts autograd, or changes what it gets.
 
     Args:
         model: in evaluation mode, without hooks of a fit.
         x: a batch of at least one data point. places: of these in the layers' calls.
     """
-    foreign = {r.module: r for r in rules if r in places and not is_own(type(r)) and r.trainable}
+    foreign = {r.module: r for r in rules if r in places and r.trainable and not _is_known(r)}
     foreign = {module: rule for module, rule in foreign.items() if not rule.inner_modules()}
     if not foreign:
         return
@@ -82,6 +82,13 @@ def check_rules(model: nn.Module, rules: Sequence[Rule], x: Inputs, places: Mapp
         for rule, (arguments, out) in calls.items():
             if out.is_floating_point() and out.isfinite().all():
                 _RuleCheck(rule, arguments, out).run()
+
+
+def _is_known(rule: Rule) -> bool:
+    """Whether the rule is the package's, and the forward of its layer is torch's or the package's."""
+    kind = type(rule.module)
+    owner = next(c for c in kind.__mro__ if "forward" in vars(c))
+    return is_own(type(rule)) and owner.__module__.partition(".")[0] in ("torch", "ella_cuda")
 
 
 def check_likelihood(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> None:

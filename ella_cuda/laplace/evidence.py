@@ -221,13 +221,18 @@ def linear_fit_of(la: Evidence, argument: str) -> Any:
     return la.linear_fit
 
 
-def log_likelihood(la: Evidence, sigma: Tensor, at: str = "network") -> Tensor:
-    """``log p(D | theta)`` divided by the temperature, but for a Gaussian's normaliser, 0-dim float64."""
-    statistic = mean_at(la, at).statistic
+def require_likelihood_of_fit(la: Evidence) -> None:
+    """RuntimeError where the likelihood is another one than that of the curvature."""
     if la.fitted_likelihood is not la.likelihood_function:
         raise RuntimeError(
             f"{type(la).__name__}: the likelihood was {la.fitted_likelihood!r} at the fit and is {la.likelihood_function!r}; call fit again."
         )
+
+
+def log_likelihood(la: Evidence, sigma: Tensor, at: str = "network") -> Tensor:
+    """``log p(D | theta)`` divided by the temperature, but for a Gaussian's normaliser, 0-dim float64."""
+    statistic = mean_at(la, at).statistic
+    require_likelihood_of_fit(la)
     if torch.is_grad_enabled() and la.fitted_model.has_hyperparameters():
         if at == "linear":
             raise RuntimeError(

@@ -54,7 +54,13 @@ from ella_cuda.laplace.copies import (
     warn_of_all_copies,
 )
 from ella_cuda.laplace.distributed_fit import agree_on_gradient, plan_of
-from ella_cuda.laplace.evidence import DataFitGradient, data_weight, resolved, square_distances
+from ella_cuda.laplace.evidence import (
+    DataFitGradient,
+    data_weight,
+    require_likelihood_of_fit,
+    resolved,
+    square_distances,
+)
 from ella_cuda.laplace.factors import KroneckerFactor, by_parameter, merged_shapes
 from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.kronecker_sums import KroneckerSums, SummedCopies
@@ -173,6 +179,7 @@ def _summed_over(
         wanted = _buffers(la.model, buffers)
         _require_products(la, "evidence_gradient")
         la.fitted_model.require_unchanged()
+        require_likelihood_of_fit(la)
         run = _Passes(la, wanted, columns, generator)
         parameters = [p for p in la.model.parameters() if p.requires_grad]
         learnt = [b for b in wanted.values() if not b.requires_grad]

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ella_cuda.laplace.batches import Inputs, data_points, pair_on, take
 from ella_cuda.laplace.copies import augment_of
-from ella_cuda.laplace.evidence import data_weight
+from ella_cuda.laplace.evidence import data_weight, require_likelihood_of_fit
 from ella_cuda.laplace.likelihoods import DIAGONAL, by_position, gaussian_outputs
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.modes import running_the_model
@@ -266,6 +266,7 @@ def calibrate_by_folds(la: Predictive, folds: Sequence[tuple[Predictive, Iterabl
     for number, (other, loader) in enumerate(folds):
         where, weight = f"calibrate: folds[{number}]", data_weight(other)
         other.fitted_model.require_unchanged()
+        require_likelihood_of_fit(other)
         posteriors = [other._posterior(now * factor, weight) for factor in FOLDS_FACTORS]
         likelihood, count = other.likelihood_function, 0
         diagonal = likelihood.has_classes or not likelihood.couples_outputs
@@ -330,6 +331,7 @@ def left_out(
         UserWarning: as many data as the fit's have another log likelihood.
     """
     la.fitted_model.require_unchanged()
+    require_likelihood_of_fit(la)
     count, statistic = 0, la.statistic.new_zeros(())
     for batch in tqdm(loader, desc="leave one out", disable=not progress_bar, leave=False):
         x, y = pair_on(batch, la.fitted_model.device, where, la.fitted_model.keys)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, model_outputs, take, tensors_of
 from ella_cuda.laplace.call import Call, arguments_in_order
-from ella_cuda.laplace.check_model import Findings, identical, leaf_uses, led
+from ella_cuda.laplace.check_model import Findings, alike_flag, identical, leaf_uses, led
 from ella_cuda.laplace.copies import chunks_of
 from ella_cuda.laplace.interception import hooks
 from ella_cuda.laplace.kronecker_sums import KroneckerSums
 from ella_cuda.laplace.likelihoods import Columns
 from ella_cuda.laplace.tangent import OfPoint, ReplacedParameters, Values, by_vmap, differ, one_by_one
+from ella_cuda.ops._operator import unwrapped
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule
@@ -181,10 +182,14 @@ class PerExampleGradients:
         one, other = (self._calls_on(take(few, slice(n, n + 1))) for n in (0, data_points(few) - 1))
         for (call, its, _), (_, others, _) in zip(one, other, strict=False):
             if len(one) != len(other) or len(its) != len(others) or not all(map(identical, its, others)):
-                raise ValueError(
-                    f"fit: give the input of {call.rule.label} a batch axis, or freeze the layer with requires_grad_(False): its output has "
-                    "none, and its input is another one for another data point."
-                )
+                raise self._not_shared(call)
+
+    @staticmethod
+    def _not_shared(call: Call) -> ValueError:
+        return ValueError(
+            f"fit: give the input of {call.rule.label} a batch axis, or freeze the layer with requires_grad_(False): its output has none, "
+            "and its input is another one for another data point."
+        )
 
     def _of_copies(self, x: Inputs, columns: Tensor, most: int | None) -> dict[str, Tensor]:
         """:meth:`gradients`, of so many copies at a time."""
@@ -243,13 +248,30 @@ class PerExampleGradients:
             numbers.setdefault(call.rule.module, []).append(number)
         counts: collections.Counter[nn.Module] = collections.Counter()
 
-        def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        def add(module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
             its, at = numbers[module], counts[module]
             counts[module] += 1
-            return out + values[_output(its[at % len(its)])]  # a checkpoint calls the layer anew
+            number = its[at % len(its)]  # a checkpoint calls the layer anew
+            call, noted, _ = self._calls[number]
+            if not all(map(self._is_noted, arguments_in_order(module, args, kwargs), noted)):
+                raise self._not_shared(call)
+            return out + values[_output(number)]
 
-        with hooks(numbers, after=add):
+        with hooks(numbers, after=add, with_kwargs=True):
             yield
+
+    @staticmethod
+    def _is_noted(given: Any, noted: Any) -> bool:
+        """Whether the argument of a shared layer is that for the first data point. Under vmap the host reads it where the data points are in
+        it."""
+        if not isinstance(given, Tensor):
+            return True
+        if given.shape != noted.shape:
+            return False
+        if torch._C._are_functorch_transforms_active() and not _is_batched(given):
+            return True
+        same = alike_flag(given, noted) if given.is_floating_point() else (given == noted).all()
+        return bool(unwrapped(same).all())
 
     def _by_vmap(self, x: Inputs, columns: Tensor, values: Values) -> dict[str, Tensor]:
         """Gradients ``(K, N, ...)`` in values from columns ``(K, N, *outputs)``."""
@@ -270,6 +292,14 @@ class PerExampleGradients:
             return self._output(values, map_tensors(x, lambda _: next(parts)[None]))
 
         return outputs
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether vmap has several of the tensor."""
+    functorch = torch._C._functorch
+    while not functorch.is_batchedtensor(tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return functorch.is_batchedtensor(tensor)
 
 
 def _output(number: int) -> str:

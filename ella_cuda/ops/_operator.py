@@ -404,7 +404,7 @@ def register_in_place(
 def require_own_memory(name: str, written: str, read_name: str, target: Tensor, read: Tensor) -> None:
     """Refuse, as kernels do, a target whose numbers share memory with each other or with what is read: of tensors with a vmapped axis,
     before a contiguous copy hides it."""
-    target, read = _unwrapped(target), _unwrapped(read)
+    target, read = unwrapped(target), unwrapped(read)
     if any(t.device.type == "meta" or is_fake(t) or not t.numel() for t in (target, read)):
         return
     reach = 0  # how far the numbers lie apart along the axes of smaller strides
@@ -423,7 +423,7 @@ def require_own_memory(name: str, written: str, read_name: str, target: Tensor, 
         )
 
 
-def _unwrapped(tensor: Tensor) -> Tensor:
+def unwrapped(tensor: Tensor) -> Tensor:
     """The tensor in memory below those of ``torch.func``."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -432,7 +432,7 @@ def _unwrapped(tensor: Tensor) -> Tensor:
 
 def begin_together(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors in memory, below those of ``torch.func``, have the same address."""
-    one, other = _unwrapped(one), _unwrapped(other)
+    one, other = unwrapped(one), unwrapped(other)
     return not (is_fake(one) or is_fake(other)) and one.data_ptr() == other.data_ptr()
 
 

@@ -93,6 +93,14 @@ def test_a_subnetwork_has_precisions_of_its_elements(net, pairs):
     torch.testing.assert_close(la.scatter, (la.prior_precision * theta_of(net)[chosen].square()).sum())
 
 
+def test_as_many_elements_as_tensors_have_precisions_of_tensors(net, pairs):
+    la = SubnetLaplace(net, "regression", subnetwork_indices=torch.tensor([0, 1, 12, 24])).fit(pairs)
+    la.prior_precision = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert la.counts == [2, 1, 0, 1] and la.prior_precision_diag.tolist() == [1, 1, 2, 4]
+    with pytest.raises(ValueError, match=r"as many elements as the model has parameter tensors \(4\)"):
+        la.optimize_prior_precision(prior_structure="diag")
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 def test_before_a_fit_there_is_the_prior(net, kind):
     la = kind(net, prior_precision=0.3, prior_mean=0.5)
@@ -211,6 +219,16 @@ def test_another_likelihood_waits_for_a_fit(net, pairs):
     with pytest.raises(RuntimeError, match="was regression at the fit and is classification; call fit again"):
         la.log_marginal_likelihood()
     labels = [(x, y.argmax(1)) for x, y in pairs]
+    for refused in (
+        la.optimize_prior_precision,
+        lambda: la.optimize_prior_precision(method="loo"),
+        lambda: la.fit_linear_mode(pairs),
+        lambda: la.leave_one_out(labels),
+        lambda: la.calibrate(labels),
+        lambda: la.calibrate(folds=[(la, labels)]),
+    ):
+        with pytest.raises(RuntimeError, match="call fit again"):
+            refused()
     with pytest.raises(ValueError, match="sigma_noise belongs to likelihood='regression'"):
         la.fit(labels)
     la.sigma_noise = 1.0

@@ -131,6 +131,28 @@ def test_others_are_refused_in_one_message(forward, data):
         KronLaplace(model).fit([data])
 
 
+def of_later(m: nn.Module, x: Tensor) -> Tensor:
+    """Whose positions hang on data of which the first batch has none."""
+    places = (torch.arange(5) + (x[:, 0, 0] > 9).any().long()) % 7
+    return m.head((m.inner(x) + m.part(places)).sin().mean(1))
+
+
+def of_lengths(m: nn.Module, x: Tensor) -> Tensor:
+    """The same, read by the host, so that vmap cannot take it."""
+    shift = int((x[:, 0, 0] > 9).any())
+    return m.head((m.inner(x) + m.part(torch.arange(shift, 5 + shift))).sin().mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:fit. torch.func.vmap cannot take the model")
+@pytest.mark.parametrize("forward", [of_later, of_lengths])
+def test_a_later_batch_whose_inputs_are_not_shared_is_refused(forward, data):
+    model = randomised(Function(forward, inner=nn.Linear(4, 4), part=nn.Embedding(7, 4), head=nn.Linear(4, CLASSES)))
+    x, y = data
+    x[5, 0, 0] = 10.0
+    with pytest.raises(ValueError, match=r"input of layer 'part' \(Embedding\) a batch axis, or freeze"):
+        KronLaplace(model).fit([(x[:4], y[:4]), (x[4:], y[4:])])
+
+
 def test_the_exact_evidence_refuses_them(data):
     with pytest.raises(ValueError, match=r"layer 'part' \(Embedding\) has parameters that are used outside"):
         exact_log_marginal_likelihood(KronLaplace(with_positions("embedding", once=True)), *data)
@@ -237,14 +259,70 @@ class Adapted(Plain):
         return self.scale * super().forward(x)
 
 
+class Residual(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + x if out.shape == x.shape else out
+
+
+class WithoutBias(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (2.0 if self.bias is None else 1.0) * super().forward(x)
+
+
+class OfPictures(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (2.0 if x.dim() == 4 else 1.0) * super().forward(x)
+
+
+class StopsInput(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.detach(), self.weight, self.bias)
+
+
+class StopsWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.detach(), self.bias)
+
+
 def test_a_subclass_that_computes_the_same_has_the_rule_of_linear_layers():
     layer = Plain(3, 2, bias=False)
     before = torch.get_rng_state()
-    assert type(rule_for(layer, "layer")) is LinearRule
+    with torch.inference_mode():
+        assert type(rule_for(layer, "layer")) is LinearRule
     assert torch.equal(torch.get_rng_state(), before)
-    for kind in (Clamped, Adapted):
-        with pytest.raises(TypeError, match="overrides forward"):
-            rule_for(kind(3, 2), "layer")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Clamped(3, 2),
+        lambda: Adapted(3, 2),
+        lambda: Residual(3, 3),
+        lambda: WithoutBias(3, 2, bias=False),
+        lambda: OfPictures(3, 2),
+        lambda: StopsInput(3, 2),
+        lambda: StopsWeight(3, 2),
+    ],
+)
+def test_a_subclass_with_other_outputs_or_gradients_has_none(make):
+    with pytest.raises(TypeError, match="overrides forward"):
+        rule_for(make(), "layer")
+
+
+class OfClass(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+def test_a_fit_compares_a_subclass_with_autograd_at_its_own_inputs(data, monkeypatch):
+    model = randomised(nn.Sequential(OfClass(4, 4), nn.Tanh(), nn.Flatten(), nn.Linear(20, CLASSES)))
+    la = KronLaplace(model).fit([data])
+    monkeypatch.setattr(OfClass, "scale", 2.0)
+    with pytest.raises(ValueError, match=r"layer '0' \(OfClass\): LinearRule.* contradicts autograd"):
+        la.fit([data])
 
 
 class Conv1D(nn.Module):

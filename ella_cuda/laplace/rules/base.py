@@ -362,20 +362,30 @@ def layer_kind(module: nn.Module) -> type[nn.Module]:
         and issubclass(kind, nn.Linear)
         and vars(module).keys() <= vars(nn.Linear(1, 1, device="meta")).keys()
     ):
-        return nn.Linear if _computes_linear(kind) else kind
+        same = _computes_linear(kind, module.in_features == module.out_features, module.bias is not None)
+        return nn.Linear if same else kind
     return kind
 
 
 @functools.cache
-def _computes_linear(kind: type[nn.Linear]) -> bool:
-    """Whether layers of a subclass compute :func:`torch.nn.functional.linear` of trial inputs."""
+def _computes_linear(kind: type[nn.Linear], square: bool, bias: bool) -> bool:
+    """Whether layers of a subclass have the outputs and gradients of :func:`torch.nn.functional.linear` at trial inputs."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
-    layer = nn.Linear(3, 2, dtype=torch.float64, device="meta").eval()
-    layer.weight, layer.bias, layer.__class__ = nn.Parameter(draw(2, 3)), nn.Parameter(draw(2)), kind
-    inputs = [scale * draw(*shape) for scale in (1, 1e4) for shape in ((5, 3), (5, 4, 3))]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return all(torch.allclose(kind.forward(layer, x), F.linear(x, layer.weight, layer.bias)) for x in inputs)
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            layer = nn.Linear(3, 3 if square else 2, bias, dtype=torch.float64, device="meta").eval()
+            for name, parameter in layer.named_parameters():
+                setattr(layer, name, nn.Parameter(draw(*parameter.shape)))
+            layer.__class__ = kind
+            for scale, *shape in ((1, 5, 3), (1e4, 5, 4, 3), (1, 5, 2, 4, 3)):
+                x = (scale * draw(*shape)).requires_grad_()
+                outputs = kind.forward(layer, x), F.linear(x, layer.weight, layer.bias)
+                column, leaves = draw(*outputs[1].shape), (x, *layer.parameters())
+                pulled = [torch.autograd.grad(out, leaves, column, materialize_grads=True) for out in outputs]
+                (out, expected), (found, wanted) = outputs, pulled
+                if not all(map(torch.allclose, (out, *found), (expected, *wanted))):
+                    return False
+            return True
     except Exception:  # whatever a forward raises that needs what the trial does not have
         return False
 

@@ -10,7 +10,6 @@ import csv
 import dataclasses
 import io
 import os
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
@@ -31,6 +30,7 @@ MAX_CLASSES = 1000
 SHOWN = 5  # names in a message
 IMBALANCE = 10.0  # times the smallest class, from which the largest is named
 TEST_PARTS = ("test", "val", "valid", "validation")  # folders beside train/, the first that is there
+PARTS = ("train", "training", "testing", *TEST_PARTS)  # folders that are taken for no classes where there are no others
 COLUMNS = {  # of a table: names of each column
     "path": ("path", "file", "filename", "image"),
     "label": ("label", "class", "target"),
@@ -202,6 +202,13 @@ def _of_folder(path: Path) -> Labelled:
             found.notes.append(f"not read: {_few(left)} beside {' and '.join(p.name for p in parts.values())}")
         if not tests:
             parts = {"": path / "train"}
+    elif top and all(name.lower() in PARTS for name in top):
+        raise ValueError(
+            f"{path} has the folders {_few(top)}, which are called like parts of the data; call them train and test, with a folder of images "
+            "for each class in both."
+        )
+    if loose := [name for root in dict.fromkeys((path, *parts.values())) for name in _loose(root)]:
+        found.notes.append(f"not read: {_few(loose)} beside the folders")
     for part, root in parts.items():
         for name in _folders(root):
             before = len(found.names)
@@ -246,15 +253,25 @@ def _folders(path: Path) -> list[str]:
         ) from error
 
 
+def _loose(path: Path) -> list[str]:
+    """The names of the images in a folder itself, and of links there that lead nowhere, but for hidden ones, in order."""
+    return sorted(
+        entry.name
+        for entry in os.scandir(path)
+        if not entry.name.startswith(".")
+        and (not os.path.exists(entry) or (entry.is_file() and entry.name.lower().endswith(_endings())))
+    )
+
+
 def _files(path: Path) -> Iterator[Path]:
-    """The files in and below a folder but for hidden ones, in order; a folder that links lead back to is read once."""
+    """The files in and below a folder but for hidden ones, in order; a folder that links lead back to is read once, and none above it."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(
             f"{error.filename} cannot be read ({error.strerror}); change its permissions, or leave it out."
         )
 
-    seen = set()
+    seen = set(map(str, Path(os.path.realpath(path)).parents))
     for at, folders, files in os.walk(path, onerror=refuse, followlinks=True):
         seen.add(os.path.realpath(at))
         folders[:] = sorted(
@@ -268,10 +285,13 @@ def _files(path: Path) -> Iterator[Path]:
 def _of_arrays(path: Path) -> Labelled:
     found = Labelled(path)
     try:
-        with np.load(path, allow_pickle=False) as arrays:  # a pickle may run code
+        arrays = np.load(path, allow_pickle=False)  # a pickle may run code
+        if isinstance(arrays, np.ndarray):
+            raise ValueError("it is a single array")
+        with arrays:
             named = {name: arrays[name] for kinds in ARRAYS for name in kinds[:2] if name in arrays.files}
             names = arrays.files
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged archive fails in many ways
         raise ValueError(
             f"{path} is no readable .npz of plain arrays ({error}); write it by numpy.savez with images and labels of numbers or strings."
         ) from error
@@ -448,17 +468,20 @@ def read_image(source: Source, size: int) -> tuple[np.ndarray, tuple[int, int]]:
 
     try:
         if isinstance(source, np.ndarray):
-            image = Image.fromarray(source)
+            image, kind = Image.fromarray(source), None
         else:
             if what := no_file(source):
                 raise OSError(f"it is {what}")
             image = Image.open(source)
+            kind = image.format
             image.draft("RGB", (2 * size, 2 * size))  # of a large JPEG, in less time
             image = ImageOps.exif_transpose(image)
         shape = image.size
-        if image.mode.startswith("I;16"):  # of which convert cuts off all above 255
+        if image.mode == "F" or (image.mode == "I" and kind != "PPM"):
+            raise ValueError("its pixels have 32 bits and no known scale; save it with 8 or 16 bits")
+        if image.mode.startswith("I"):  # of which convert cuts off all above 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image = image.convert("L" if image.mode in ("1", "L", "LA", "I", "F") else "RGB")
+        image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
         return np.array(image.resize((size, size), Image.Resampling.BILINEAR)), shape
     except Exception as error:  # decoders fail in whatever way a damaged file leads to
         text = (
@@ -506,6 +529,9 @@ def _survey(
         if bad := [same for same in several if len({of[i].item() for i in same}) > 1]:
             which = " and ".join(names[i] for i in bad[0][:2])
             lines.append(f"warning: the same pixels {what}, {len(bad)} times, such as {which}")
+    own = [(same, {(labels[i].item(), is_test[i].item()) for i in same}) for same in several]
+    if copies := sum(len(same) - len(kinds) for same, kinds in own):
+        lines.append(f"warning: {copies} images have the pixels of another one of their class, and count as more data")
     return lines
 
 

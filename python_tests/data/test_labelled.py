@@ -1,6 +1,7 @@
 """Labelled images of one's own: layouts that load, folders that must not, and what is said before training."""
 
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
 
 
 def test_a_class_called_train_is_a_class(tmp_path):
-    assert data.folder(folders(tmp_path, ("train", "test")), SIZE).class_names == ("test", "train")
+    assert data.folder(folders(tmp_path, ("train", "bus")), SIZE).class_names == ("bus", "train")
 
 
 @pytest.mark.parametrize("shape", [(8, 6, 6), (8, 6, 6, 3), (8, 3, 6, 6), (8, 6, 6, 1)])
@@ -85,9 +86,10 @@ def test_pixels_of_16_bits_palettes_transparency_and_turned_files(tmp_path):
         image(tmp_path / label / "grey.png", 128 if label == "a" else 0, mode="L")
     (tmp_path / "b").joinpath("deep.png").parent.mkdir(exist_ok=True)
     Image.fromarray(np.full((5, 5), 256 * 200 + 7, dtype=np.uint16)).save(tmp_path / "b" / "deep.png")
+    (tmp_path / "b" / "deep.pgm").write_bytes(b"P5\n5 5\n65535\n" + bytes([200, 7] * 25))
     found = data.folder(tmp_path, SIZE, split=0)
-    deep = found.train_images[[found.names[i].endswith("deep.png") for i in range(3)]]
-    assert found.channels == 1 and torch.equal(deep, torch.full_like(deep, 200 / 255))
+    deep = found.train_images[["deep" in name for name in found.names]]
+    assert found.channels == 1 and torch.equal(deep, torch.full((2, 1, SIZE, SIZE), 200 / 255))
     turned = Image.new("RGB", (4, 8))
     turned.paste(
         (255, 255, 255), (0, 0, 4, 4)
@@ -157,6 +159,14 @@ def empty_folder_of(path, name):
     return path
 
 
+def damaged_archive(path):
+    np.savez_compressed(path / "x.npz", images=np.zeros((4, 64, 64), np.uint8), labels=np.arange(4))
+    content = bytearray((path / "x.npz").read_bytes())
+    content[100:110] = b"\xff" * 10
+    (path / "x.npz").write_bytes(content)
+    return path / "x.npz"
+
+
 ONES = np.ones((4, 5, 5), np.uint8)
 HOSTILE = {  # a folder or file, and words of the error
     "nothing": (lambda p: p / "missing", "does not exist"),
@@ -173,6 +183,12 @@ HOSTILE = {  # a folder or file, and words of the error
     "a truncated image": (truncated, "cut.jpg"),
     "a pipe": (piped, "a pipe or device"),
     "a dangling link": (dangling, "gone.png"),
+    "pixels of no known scale": (
+        lambda p: folders(p) and Image.fromarray(np.ones((5, 5), np.float32)).save(p / "a" / "x.tif") or p,
+        "a/x.tif (its pixels have 32 bits",
+    ),
+    "parts without classes": (lambda p: folders(p, ("train", "test")), "folders test, train"),
+    "parts of other names": (lambda p: folders(p / "Train") and folders(p / "Test") and p, "call them train and test"),
     "a decompression bomb": (bomb, "bomb.ppm"),
     "a resource fork's class alone": (lambda p: with_file(folders(p, ("a",)), "a/._x.jpg") and p, None),
     "a class only to evaluate on": (unseen_test_class, "classes that the training part lacks: c"),
@@ -182,6 +198,8 @@ HOSTILE = {  # a folder or file, and words of the error
         lambda p: arrays(p, images=np.array([{}], dtype=object), labels=np.arange(1)),
         "no readable .npz of plain arrays",
     ),
+    "a single array": (lambda p: np.save(p / "x.npy", ONES) or (p / "x.npy").rename(p / "x.npz"), "a single array"),
+    "a damaged archive": (damaged_archive, "no readable .npz"),
     "arrays of other names": (lambda p: arrays(p, x=ONES, y=np.arange(4)), "got x, y"),
     "labels too few": (lambda p: arrays(p, images=ONES, labels=np.arange(3)), "labels must be 4"),
     "labels of numbers between": (lambda p: arrays(p, images=ONES, labels=np.ones(4)), "integers or strings"),
@@ -210,7 +228,7 @@ def test_what_cannot_be_trained_on_is_refused_by_its_name(tmp_path, make, words)
     if words is None:  # nothing is wrong
         assert data.folder(path, SIZE).class_names == ("a", "b")
         return
-    with pytest.raises((ValueError, FileNotFoundError), match=words.replace(".", r"\.")) as raised:
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)) as raised:
         data.folder(path, SIZE)
     assert str(tmp_path) in str(raised.value)
 
@@ -249,6 +267,7 @@ def test_a_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
 def test_links_back_are_read_once_and_hidden_folders_are_no_classes(tmp_path):
     folders(tmp_path)
     (tmp_path / "a" / "again").symlink_to(tmp_path / "a")
+    (tmp_path / "b" / "above").symlink_to(tmp_path)
     folders(tmp_path, (".ipynb_checkpoints", "__MACOSX"))
     found = data.folder(tmp_path, SIZE, split=0)
     assert found.class_names == ("a", "b") and len(found.train_images) == 10
@@ -258,13 +277,18 @@ def test_what_is_said_before_training(tmp_path):
     folders(tmp_path, count=12)
     image(tmp_path / "single" / "one.png", 40)  # of b's pixels
     (tmp_path / "a" / "notes.txt").write_text("")
+    image(tmp_path / "loose.png")
+    image(tmp_path / "a" / "copy.png", 3)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     notes = "\n".join(data.folder(tmp_path, SIZE, split=0).notes)
     for words in (
-        "25 images of 3 classes: 25 to train on ('a' 12, 'b' 12, 'single' 1), 0 to evaluate on",
+        "26 images of 3 classes: 26 to train on ('a' 13, 'b' 12, 'single' 1), 0 to evaluate on",
         "1 .txt",
+        "not read: gone, loose.png beside the folders",
+        "warning: 1 images have the pixels of another one of their class",
         "RGB images of 9 x 7 pixels, stretched to 8 x 8",
         "warning: one training image only: single",
-        "warning: the classes are unequal: 'a' has 12 training images, 'single' 1",
+        "warning: the classes are unequal: 'a' has 13 training images, 'single' 1",
         f"warning: the same pixels under several labels, 1 times, such as {Path('b', '0.png')} and {Path('single', 'one.png')}",
     ):
         assert words in notes

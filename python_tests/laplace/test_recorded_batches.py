@@ -469,24 +469,28 @@ def test_host_reads_of_a_second_fit(monkeypatch):
 class Halving(nn.Module):
     """Gradients that are halved, or not, at the same outputs."""
 
+    HALVED = False
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer, self.config = nn.Linear(6, 4).double(), SimpleNamespace(of={"halved": False})
 
     def twice(self, h: Tensor) -> Tensor:
-        return h + (h.detach() if self.config.of["halved"] else h)
+        return h + (h.detach() if self.config.of["halved"] or self.HALVED else h)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.twice(self.layer(x))
 
 
-@pytest.mark.parametrize("change", ["a setting", "a method"])
+@pytest.mark.parametrize("change", ["a setting", "a method", "a constant"])
 def test_another_gradient_at_the_same_outputs(change, patient, replays, monkeypatch):
     model, loader = Halving(), in_threes(*vectors(9))
     la = KronLaplace(model).fit(loader)
     if change == "a setting":
         model.config.of["halved"] = True
+    elif change == "a constant":
+        monkeypatch.setattr(Halving, "HALVED", True)
     else:
         monkeypatch.setattr(Halving, "twice", lambda self, h: h + h.detach())
     assert Sums(la.fit(loader)) == fitted(copy.deepcopy(model), loader, patient)

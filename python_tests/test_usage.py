@@ -113,6 +113,7 @@ def test_help_is_short_and_all_of_it_one_option_away(command, most, capsys):
         ("trian", "ella-cuda: COMMAND 'trian' is none of train,", "Did you mean train? See: ella-cuda --help"),
         ("train --epohcs=3", "ella-cuda train: unrecognized arguments: --epohcs=3", "Did you mean --epochs?"),
         ("train --bach-size=3", "unrecognized arguments: --bach-size=3", "Did you mean --batch-size?"),
+        ("train --epocs 3", "ella-cuda train: unrecognized arguments: --epocs", "Did you mean --epochs?"),
         ("train --data fashion-mnits", "--data 'fashion-mnits' is none of digits,", "Did you mean fashion-mnist?"),
         ("train --data photo", "--data 'photo' is none of digits,", "See: ella-cuda train --help"),
         ("train --epochs five", "--epochs must be a whole number, got 'five'", "See: ella-cuda train --help"),

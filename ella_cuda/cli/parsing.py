@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from ella_cuda import __version__
@@ -97,7 +99,9 @@ class Command(Parser):
             self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options and exit")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
+        unknown = self._unknown(args)  # first: the words after them would be taken for a PATH
+        if not unknown:
+            found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.nearest = nearest(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -109,6 +113,12 @@ class Command(Parser):
             # The command line's own come last, which wins; --config keeps them from being more values of a setting.
             return super().parse_known_args([*settings, "--config", file, *args], namespace)
         return found, unknown
+
+    def _unknown(self, args: Sequence[str]) -> list[str]:
+        """The words that look like long options and begin none."""
+        words = itertools.takewhile(lambda word: word != "--", args)
+        long = [word for word in words if word.startswith("--") and " " not in word]
+        return [w for w in long if not any(o.startswith(w.partition("=")[0]) for o in self._option_string_actions)]
 
     def _settings(self, file: str) -> list[str]:
         try:

@@ -37,7 +37,7 @@ def write_file(path: str | os.PathLike[str], content: str | Callable[[str], None
         if callable(content):
             content(str(beside))
         else:
-            beside.write_text(content, encoding="utf-8")
+            beside.write_text(content, encoding="utf-8", errors="surrogateescape")  # names of files as they are
         with beside.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)

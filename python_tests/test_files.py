@@ -33,6 +33,11 @@ def test_writes_and_replaces(tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
+def test_names_of_files_that_are_not_utf_8_are_kept_as_they_are(tmp_path):
+    write_file(tmp_path / "a.csv", os.fsdecode(b"\xff.png,ok"))
+    assert (tmp_path / "a.csv").read_bytes() == b"\xff.png,ok"
+
+
 def test_a_function_gets_a_name_with_the_suffix(tmp_path):
     def draw(name: str) -> None:
         assert name.endswith(".png")

@@ -1,6 +1,7 @@
 """Images of one's own: a person's walk from a folder to answers, networks by name, and what is refused before the first step."""
 
 import csv
+import dataclasses
 import json
 import math
 import shutil
@@ -17,6 +18,7 @@ from ella_cuda.data import SOURCES
 from ella_cuda.experiments import RunConfig, configure, load_run, prepare_for
 from ella_cuda.experiments.networks import build_network, load_weights, require_network
 from ella_cuda.experiments.predictions import threshold
+from ella_cuda.experiments.run import _on_training_images
 from ella_cuda.run_folder import LAPLACE_FILE, read_predictions, read_summary, write_predictions
 
 SIZE, CLASSES = 8, ("blue", "green", "red ä")
@@ -76,6 +78,9 @@ def test_from_a_folder_of_images_to_a_table_of_answers(there, capsys):
     (row,) = read_summary(there / "run")
     assert (row["data"], row["model"], row["objective"]) == ("photos", "own_networks:small", "evidence")
     assert (row["train_size"], row["evaluated_size"]) == (30, 6) and row["neg_log_marginal_likelihood"] > 0
+    page = (run_of(there)[0] / "report.html").read_text(encoding="utf-8")
+    assert all(f"{name}: " in page for name in read_predictions(run_of(there)[0])["names"])
+    assert page.count('class="picture"') == len([*run_of(there)[0].glob("*.png")])
     own = ["--model", "own_networks:small"]
     assert cli.main(["evaluate", "run", "new", "--ood", "photos", *own, "--wrong-labels", "2"]) == 0
     said = capsys.readouterr().out
@@ -120,7 +125,9 @@ def test_predictions_are_those_of_the_approximation_that_the_training_data_give(
 def test_evaluation_counts_what_predictions_say(there):
     folder, config = run_of(there)
     run = load_run(folder, model=config.model)
+    assert [note for note in run.evaluate("photos")[0].notes if "learned from 30 of these images" in note]
     found, scores = run.evaluate("new")
+    assert not [note for note in found.notes if "learned from" in note]
     labels = torch.arange(3).repeat_interleave(4)
     assert torch.equal(found.labels, labels) and scores["images"] == 12
     p = run.predict(["new"]).probabilities
@@ -166,6 +173,13 @@ def test_without_held_out_images_the_threshold_is_of_calibrated_probabilities(tm
     write_predictions(tmp_path, {"run": "r", "evaluated_on": "train"})
     limit, why = threshold(tmp_path, 0.1)
     assert limit == 0.9 and "leave-one-out" in why
+
+
+def test_training_images_that_a_run_is_evaluated_on_keep_their_names(there):
+    data = prepare_for(dataclasses.replace(run_of(there)[1], split=0.0, train_size=9))
+    both, names = _on_training_images(data), [data.names[i] for i in data.train_ids.tolist()]
+    assert [both.names[i] for i in both.test_ids.tolist()] == [both.names[i] for i in both.train_ids.tolist()] == names
+    assert len({*both.test_ids.tolist(), *both.train_ids.tolist()}) == 18
 
 
 def test_networks_side_by_side_without_a_split(there, capsys):
@@ -305,11 +319,11 @@ MODEL = ["--model", "own_networks:small"]
 @pytest.mark.parametrize(
     "command, code, words",
     [
-        (["train", "photo"], 2, "data must be one of"),
+        (["train", "photo"], 2, "'photo' is none of digits"),
         (["train", "nowhere/"], 1, "nowhere does not exist"),
         (["train", "photos", "--data", "digits"], 2, "name two data sets"),
         (["train", "--split", "0.1"], 2, "--split: of images of one's own"),
-        (["train", "--skip-unreadable"], 2, "--unreadable: of images of one's own"),
+        (["train", "--skip-unreadable"], 2, "--skip-unreadable: of images of one's own"),
         (["train", "--weights", "w.pt"], 2, "--weights: of networks"),
         (["train", "broken"], 1, "1 images and no folders"),
         (["train", "photos", "--model", "resnet81"], 1, "did you mean resnet18"),

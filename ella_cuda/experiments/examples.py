@@ -49,8 +49,8 @@ def find_examples(model: nn.Module, la: KronLaplace | None, dataset: Dataset, pr
 
     Returns:
         ``confusion``, a list of label, predicted class and count; ``least_sure`` and ``suspects``, lists of images with ``png`` (base64),
-        ``label`` and ``predicted``, the first with its ``probability``, the second with the ``score`` in nats; ``examined``, and ``reason``,
-        why none was.
+        ``label``, ``predicted`` and, where they have one, ``name``, the first with its ``probability``, the second with the ``score`` in
+        nats; ``examined``, and ``reason``, why none was.
     """
     labels, (sure, predicted) = dataset.test_labels, probabilities.max(1)
     pairs, counts = torch.stack([labels, predicted]).unique(dim=1, return_counts=True)
@@ -59,7 +59,8 @@ def find_examples(model: nn.Module, la: KronLaplace | None, dataset: Dataset, pr
         "class_names": list(getattr(dataset, "class_names", ())),
         "confusion": [[*pair, count] for pair, count in zip(pairs.T.tolist(), counts.tolist(), strict=True)],
         "least_sure": [
-            _shown(dataset, dataset.test_images[i], labels[i], predicted[i]) | {"probability": float(sure[i])}
+            _shown(dataset, dataset.test_ids[i], dataset.test_images[i], labels[i], predicted[i])
+            | {"probability": float(sure[i])}
             for i in least
         ],
         "suspects": [],
@@ -82,17 +83,21 @@ def _suspects(model: nn.Module, la: KronLaplace, dataset: Dataset) -> dict[str, 
     ]
     count = affordable(EXAMINED, len(SCALES) * la.n_params * la.n_outputs**2)
     some = torch.cat(losses).argsort(descending=True, stable=True)[:count]
-    images, labels = images[some], labels[some]
+    ids, images, labels = dataset.train_ids[some], images[some], labels[some]
     left = la.influence(TensorLoader(images, labels, BATCH))
     outputs = torch.cat([model(x) for x in images.split(BATCH)])
     expected = (outputs + left.influence.to(outputs)).argmax(1)
     wrong = [i for i in left.order.tolist() if expected[i] != labels[i]][:SHOWN]
-    shown = [_shown(dataset, images[i], labels[i], expected[i]) | {"score": float(left.score[i])} for i in wrong]
+    shown = [
+        _shown(dataset, ids[i], images[i], labels[i], expected[i]) | {"score": float(left.score[i])} for i in wrong
+    ]
     return {"suspects": shown, "examined": len(some)}
 
 
-def _shown(dataset: Dataset, image: Tensor, label: Tensor, predicted: Tensor) -> dict[str, Any]:
-    return {"png": thumbnail(image, dataset.black, dataset.white), "label": int(label), "predicted": int(predicted)}
+def _shown(dataset: Dataset, number: Tensor, image: Tensor, label: Tensor, predicted: Tensor) -> dict[str, Any]:
+    name = {"name": dataset.names[int(number)]} if dataset.names else {}
+    png = thumbnail(image, dataset.black, dataset.white)
+    return {**name, "png": png, "label": int(label), "predicted": int(predicted)}
 
 
 def thumbnail(image: Tensor, black: Tensor, white: Tensor) -> str:

@@ -154,6 +154,10 @@ def evaluate_on(
     found = labelled(path)
     if "test" in found.parts:
         found = found.only([part == "test" for part in found.parts])
+    elif os.path.isabs(run.config.data) and os.path.exists(run.config.data) and os.path.samefile(path, run.config.data):
+        found.notes.append(
+            f"warning: the run learned from {run.la.n_data} of these images, which flatters it; name images that it has not seen"
+        )
     unknown = sorted(set(found.labels) - set(run.class_names))
     if unknown:
         raise ValueError(

@@ -392,12 +392,11 @@ def learned_from(dataset: Dataset) -> dict[str, Any]:
 
 
 def _on_training_images(dataset: Dataset) -> Dataset:
-    """The data set evaluated on what it trains on, under other ids."""
-    count = len(dataset.train_images)
+    """The data set evaluated on what it trains on, which has other ids and the same names."""
+    shift = max(int(dataset.train_ids.max()) + 1, len(dataset.names))
     own = {f"test_{kind}": getattr(dataset, f"train_{kind}") for kind in ("images", "labels")}
-    return dataclasses.replace(
-        dataset, **own, test_ids=torch.arange(count).to(dataset.train_ids), train_ids=dataset.train_ids + count
-    )
+    ids = {"test_ids": dataset.train_ids, "train_ids": dataset.train_ids + shift}
+    return dataclasses.replace(dataset, **own, **ids, names=dataset.names * 2)
 
 
 def _nll_leave_one_out(la: KronLaplace, dataset: Dataset, config: RunConfig, progress: bool) -> float | None:

@@ -52,6 +52,10 @@ PICTURES = {  # of a run's folder: title, text for who does not see it
         "Confidence against accuracy",
         "Reliability diagrams of the softmax and of the predictive: accuracy by confidence, and how many predictions have it.",
     ),
+    "leave_one_out": (
+        "Each training image predicted by all others",
+        "Histograms over the training images: the leverage, how much an image settles its own prediction, and its loss when left out.",
+    ),
     "rotations": (
         "Predictions of images that are turned",
         "Line plots of NLL, accuracy, confidence and entropy over the angle by which test images are turned.",
@@ -86,7 +90,7 @@ figcaption{font-size:.9rem;color:#4a4a4a}
 .picture{display:block;height:auto}
 .runs th[scope=row]{white-space:normal;min-width:14rem}
 .images{display:grid;grid-template-columns:repeat(auto-fill,minmax(8rem,1fr));gap:1rem;padding:0;list-style:none}
-.images figure{margin:0}
+.images figure{margin:0;overflow-wrap:anywhere}
 .images img{width:100%;height:auto;image-rendering:pixelated;border:1px solid #c8c8c8}
 pre{background:#f3f3f3;padding:.75rem;overflow-x:auto;margin:.75rem 0}
 """
@@ -136,7 +140,10 @@ def run_page(
     sections = {
         "learned": ("What was learned", _learned(row, run_dir)),
         "training": ("Training", _training(history) + _pictures(run_dir, "curves")),
-        "calibration": ("Calibration", _calibration(row) + _pictures(run_dir, "reliability", "rotations")),
+        "calibration": (
+            "Calibration",
+            _calibration(row) + _pictures(run_dir, "reliability", "leave_one_out", "rotations"),
+        ),
         "confusion": ("Confusion", _confusion(examples, name)),
         "unsure": ("Least sure", _least_sure(row, examples, name)),
         "suspects": ("Likely wrong labels", _suspects(examples, name)),
@@ -355,7 +362,7 @@ def _confusion(examples: Mapping[str, Any], name: Callable[[int], str]) -> str:
 
 def _least_sure(row: Mapping[str, Any], examples: Mapping[str, Any], name: Callable[[int], str]) -> str:
     shown = [
-        (one["png"], f"{name(one['predicted'])} at {100 * one['probability']:.0f} %, label {name(one['label'])}")
+        (one, f"{name(one['predicted'])} at {100 * one['probability']:.0f} %, label {name(one['label'])}")
         for one in examples.get("least_sure", ())
     ]
     where = WHERE[row["evaluated_on"]]
@@ -368,7 +375,7 @@ def _suspects(examples: Mapping[str, Any], name: Callable[[int], str]) -> str:
     if examples["reason"]:
         return f"<p>Not examined: {_text(examples['reason'])}.</p>"
     shown = [
-        (one["png"], f"label {name(one['label'])}, others expect {name(one['predicted'])} ({one['score']:.1f} nats)")
+        (one, f"label {name(one['label'])}, others expect {name(one['predicted'])} ({one['score']:.1f} nats)")
         for one in examples["suspects"]
     ]
     text = (
@@ -378,9 +385,10 @@ def _suspects(examples: Mapping[str, Any], name: Callable[[int], str]) -> str:
     return _images(text, shown) if shown else f"<p>{_text(text)} None is contradicted.</p>"
 
 
-def _images(text: str, shown: Sequence[tuple[str, str]]) -> str:
-    if not shown:
+def _images(text: str, given: Sequence[tuple[Mapping[str, Any], str]]) -> str:
+    if not given:
         return ""
+    shown = [(one["png"], f"{one['name']}: {caption}" if "name" in one else caption) for one, caption in given]
     items = "\n".join(
         f'<li><figure><img alt="Image: {_text(caption)}" src="data:image/png;base64,{png}">'
         f"<figcaption>{_text(caption)}</figcaption></figure></li>"

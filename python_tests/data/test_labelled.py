@@ -184,7 +184,7 @@ HOSTILE = {  # a folder or file, and words of the error
     "a pipe": (piped, "a pipe or device"),
     "a dangling link": (dangling, "gone.png"),
     "pixels of no known scale": (
-        lambda p: folders(p) and Image.fromarray(np.ones((5, 5), np.float32)).save(p / "a" / "x.tif") or p,
+        lambda p: Image.fromarray(np.ones((5, 5), np.float32)).save(folders(p) / "a" / "x.tif") or p,
         "a/x.tif (its pixels have 32 bits",
     ),
     "parts without classes": (lambda p: folders(p, ("train", "test")), "folders test, train"),

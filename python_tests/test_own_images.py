@@ -323,7 +323,7 @@ MODEL = ["--model", "own_networks:small"]
         (["train", "nowhere/"], 1, "nowhere does not exist"),
         (["train", "photos", "--data", "digits"], 2, "name two data sets"),
         (["train", "--split", "0.1"], 2, "--split: of images of one's own"),
-        (["train", "--skip-unreadable"], 2, "--skip-unreadable: of images of one's own"),
+        (["train", "--skip-unreadable"], 2, "--unreadable: of images of one's own"),
         (["train", "--weights", "w.pt"], 2, "--weights: of networks"),
         (["train", "broken"], 1, "1 images and no folders"),
         (["train", "photos", "--model", "resnet81"], 1, "did you mean resnet18"),

@@ -24,7 +24,7 @@ class UsageError(Exception):
 
 def flag(name: str) -> str:
     """The option of that attribute."""
-    return "--" + {"unreadable": "skip_unreadable"}.get(name, name).replace("_", "-")
+    return "--" + name.replace("_", "-")
 
 
 def named_device(name: str) -> torch.device:

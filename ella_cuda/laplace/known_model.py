@@ -62,13 +62,13 @@ def _part(module: nn.Module) -> tuple[Any, ...]:
 
 def describe_module(module: nn.Module) -> tuple[Any, ...]:
     """A module's class, forward and constants, as :class:`FunctionDescription` has them, in words that hold no module; of a user's module
-    all attributes, and methods and constants of its classes."""
+    all attributes, and methods and numbers of its classes."""
     own, kind, _, forward, _, dtypes, constants = _part(module)
     if own is None:
         return kind, forward, dtypes, sorted(constants.items())
     classes = [c for c in kind.__mro__ if not c.__module__.startswith("torch.")]
     of_classes = [
-        (name, value) for c in classes for name, value in vars(c).items() if callable(value) or _is_plain(value)
+        (name, value) for c in classes for name, value in vars(c).items() if callable(value) or type(value) in PLAIN
     ]
     methods = [(name, id(value) if callable(value) else value) for name, value in of_classes]
     given = {name: value for name, value in vars(module).items() if name[0] != "_" and name != "training"}

@@ -98,8 +98,8 @@ def test_train_then_inspect_then_resume(tmp_path, monkeypatch, capsys):
     assert "pictures" not in state
     assert cli.main(["inspect", str(folder), "--json", "--pictures", "drawn"]) == 0
     state = json.loads(capsys.readouterr().out)
-    # PNG and SVG: curves, every run's curves, filters and reliability, evidence's precisions.
-    assert len(state["pictures"]) == 2 * (1 + 4 + 4 + 4 + 2)
+    # PNG and SVG: curves, every run's curves, filters, reliability and points left out, evidence's precisions.
+    assert len(state["pictures"]) == 2 * (1 + 4 + 5 + 4 + 5)
     assert {Path(p) for p in state["pictures"]} == {p.relative_to(tmp_path) for p in (tmp_path / "drawn").rglob("*.*")}
 
     assert cli.main(["train", "--resume", str(folder), "--width", "1", "--device", "auto"]) == 0

@@ -132,7 +132,7 @@ def test_other_layers_and_several_words_are_runs_of_their_own(tmp_path):
         (["--learn", "augmentation", "--task", "plain", "--copies", "0"], "copies must be at least 1"),
         (["--learn", "augmentation", "--task", "plain", "--amount-init", "0"], "amount_init must be positive"),
         (["--learn", "augmentation", "--task", "plain", "--augment", "flips-shifts"], "augment must be none"),
-        (["--learn", "augmentation", "--task", "plain", "--epochs", "3"], "burn_in must be less than epochs"),
+        (["--learn", "augmentation", "--task", "plain", "--epochs", "3", "--burn-in", "3"], "burn_in must be less than epochs"),
         (["--task", "plain", "--copies", "3"], "--copies: of a learned augmentation"),
         (["--task", "plain", "--lr-aug", "0.1"], "--lr-aug: of what is learned; no run learns augmentation"),
     ],

@@ -17,7 +17,7 @@ from python_tests.papers.studies import run
     ("args", "words"),
     [
         ("", "name a table"),
-        ("table-3", "invalid choice"),
+        ("table-3", "is none of"),
         ("toy --scale 0", "scale must be above 0"),
         ("toy --row conv", "digit-conv"),
         ("toy --train-size 5", "unrecognized arguments"),
@@ -31,7 +31,7 @@ from python_tests.papers.studies import run
         ("linearised --scale 0", "scale must be above 0"),
         ("linearised --part toy sweep --data digits", "--data is of the parts networks and unet"),
         ("linearised --part rings", "--part must be some of toy, sweep, stopping, networks, unet for linearised"),
-        ("linearised --part rings unets", "invalid choice"),
+        ("linearised --part rings unets", "is none of"),
         ("linearised --row conv", "--row: of the paper's tables"),
         ("linearised --tensorboard", "--tensorboard: of the paper's tables"),
         ("linearised --all", "--all: of the paper's tables"),

@@ -235,7 +235,7 @@ class Ranks:
         return tensor if self._takes_cpu else tensor.cuda()
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place; all get the same bits. Of another layout than other ranks' too: numbers are sent in the order of indices."""
+        """Sum over ranks, in place; all get the same bits. Numbers are sent in the order of indices, whatever a rank's layout."""
         there = self._there(tensor.contiguous())
         self._dist.all_reduce(there, group=self.group)
         return tensor if there is tensor else tensor.copy_(there)

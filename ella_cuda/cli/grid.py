@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import itertools
 import os
 import re
@@ -196,6 +197,7 @@ def processes(args: argparse.Namespace, device: str) -> Iterator[Processes]:
         yield ranks
     finally:
         dist.destroy_process_group()
+        gc.collect()  # approximations in cycles hold loaders that hold the group, whose threads end with it
 
 
 @contextlib.contextmanager

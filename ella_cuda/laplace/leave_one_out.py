@@ -345,7 +345,8 @@ def left_out(
         seen = -1
         for place, which, outputs, mean, covariance in _moments(la, posteriors, x, y, how, where, failed):
             if which.start != seen:
-                statistic, seen = statistic + la.likelihood_function.statistic(outputs, y[which]), which.start
+                with without_autocast(mean.device.type):
+                    statistic, seen = statistic + la.likelihood_function.statistic(outputs, y[which]), which.start
             yield place, mean.double(), y[which], _without(la, mean, covariance, y[which], which.start)
     if not count:
         raise ValueError(f"{where}: the loader gave no data; pass a re-iterable loader such as a DataLoader.")

@@ -3,7 +3,7 @@
     python -m benchmarks.leave_one_out [--network NAME] [--images N] [--theirs N] [--size N] [--threads N] [--out FILE]
 
 A network of torchvision (resnet18), not trained, 10 classes, its norms frozen, Kronecker factors of all layers from the same random images. A
-line for each: what, images, seconds, and seconds for 1,000 images, to which all are in proportion. Each call is timed the second time, when
+line for each: what, images, seconds, and seconds for 1,000 images if these were in proportion. Each call is timed the second time, when
 the factors are decomposed. laplace-torch's functional variance has all Jacobians in memory, 450 MB for an image of resnet18, so that it gets
 few images.
 """

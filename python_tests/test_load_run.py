@@ -132,16 +132,15 @@ def test_halves_of_the_images_choose_the_precisions_of_predictions(objective, tm
         return found
 
     monkeypatch.setattr(run_module, "marglik_training", watched)
-    config = configure(
-        "digits", "plain", "conv", objective, **{**SMALL, "calibration": "folds", "train_size": 80, "epochs": 12}
-    )
+    changes = {"calibration": "folds", "train_size": 160, "epochs": 30, "width": 2}
+    config = configure("digits", "plain", "conv", objective, **SMALL | changes)
     with interrupted(run_module, "marglik_training", lambda *_: len(calls) == 2), pytest.raises(KeyboardInterrupt):
         run_one(config, tmp_path, progress=False)
     calls.clear()
     row = run_one(config, tmp_path, progress=False)
     (images, _, whole, _), *halves = calls
     one, other = (half[0] for half in halves)
-    assert len(one) == len(other) == 40
+    assert len(one) == len(other) == 80
     assert {x.numpy().tobytes() for x in torch.cat([one, other])} == {x.numpy().tobytes() for x in images}
     assert not {x.numpy().tobytes() for x in one} & {x.numpy().tobytes() for x in other}
     labels = {x.numpy().tobytes(): y for x, y in zip(images, prepare_for(config).train_labels, strict=True)}
@@ -151,6 +150,7 @@ def test_halves_of_the_images_choose_the_precisions_of_predictions(objective, tm
         for k in range(37):
             la.predictive_prior_precision = whole.prior_precision * 10 ** (k / 4 - 2)
             totals[k] += la(unseen).double().log()[torch.arange(len(y)), y].sum()
+    assert 0 < int(totals.argmax()) < 36
     chosen = whole.prior_precision * 10 ** (int(totals.argmax()) / 4 - 2)
     torch.testing.assert_close(whole.predictive_prior_precision, chosen, rtol=1e-12, atol=0)
     loaded = load_run(tmp_path, fit=True)

@@ -172,7 +172,7 @@ def test_equal_probabilities_are_on_one_side_of_the_threshold(tmp_path):
 def test_without_held_out_images_the_threshold_is_of_calibrated_probabilities(tmp_path):
     write_predictions(tmp_path, {"run": "r", "evaluated_on": "train"})
     limit, why = threshold(tmp_path, 0.1)
-    assert limit == 0.9 and "leave-one-out" in why
+    assert limit == 0.9 and "calibration" in why
 
 
 def test_training_images_that_a_run_is_evaluated_on_keep_their_names(there):

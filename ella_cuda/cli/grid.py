@@ -36,8 +36,8 @@ from ella_cuda.workers import default_jobs, prepare_process
 NOTHING = "none"  # the option's word for an empty value
 MAX_JOBS = 4096  # runs at once
 # What may differ between the sessions of one grid.
-PER_SESSION = (
-    *(
+PER_SESSION = tuple(
+    [
         "config",
         "cuda_graph",
         "data_dir",
@@ -48,7 +48,7 @@ PER_SESSION = (
         "tensorboard",
         "verbose",
         "write_config",
-    ),
+    ]
 )
 
 

@@ -176,7 +176,7 @@ class Version(argparse.Action):
 
 
 def _print(text: str, file: Any = None) -> None:
-    """What the parser has to say, at once, for argparse ends the command."""
+    """Print the parser's text at once, since argparse ends the command."""
     try:
         print(text, end="", file=file, flush=True)
     except BrokenPipeError:

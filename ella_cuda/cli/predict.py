@@ -31,7 +31,7 @@ def add_predict(commands: Any) -> None:
         default=RISK,
         metavar="X",
         help="share of errors among the images that nobody is asked about, by the run's held-out images; without such by probabilities "
-        f"that leave-one-out on the training images calibrated ({RISK})",
+        f"as the run's calibration left them ({RISK})",
     )
     add_run(predict, "file for the table (standard output)")
     predict.set_defaults(command=_predict)

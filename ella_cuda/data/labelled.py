@@ -493,7 +493,7 @@ def read_image(source: Source, size: int) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def _split(labels: Tensor, share: float, seed: int) -> Tensor:
-    """Of each class, whether an image is evaluated on; every class keeps one to train on."""
+    """Whether each image is evaluated on, ``(N,)`` bool; every class keeps one to train on."""
     drawn = bits(torch.arange(len(labels)), seed, "folder split")
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for c in labels.unique():
@@ -506,7 +506,7 @@ def _split(labels: Tensor, share: float, seed: int) -> Tensor:
 def _survey(
     notes: Sequence[str], classes: Sequence[str], names: Sequence[str], labels: Tensor, pixels: Tensor, is_test: Tensor
 ) -> list[str]:
-    """What is to be known before training, a line each, ``notes`` among them."""
+    """Notes to be read before training, a line each, the given ones among them."""
     counts = torch.bincount(labels[~is_test], minlength=len(classes)).tolist()
     shown = ", ".join(f"{name!r} {count}" for name, count in [*zip(classes, counts, strict=True)][: 4 * SHOWN])
     more = f" and {len(classes) - 4 * SHOWN} more" if len(classes) > 4 * SHOWN else ""

@@ -118,7 +118,7 @@ def describe_predictions(
     progress: bool = True,
     name: str = "",
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a row says of a network's predictions, see :func:`ella_cuda.experiments.run_one` for its keys; and by way to predict the
+    """A row's entries about a network's predictions, see :func:`ella_cuda.experiments.run_one` for its keys; and by way to predict the
     probabilities ``(M, K)`` of the images it is evaluated on.
 
     Args:

@@ -38,7 +38,7 @@ def keep_examples(
 
 
 def find_examples(model: nn.Module, la: KronLaplace | None, dataset: Dataset, probabilities: Tensor) -> dict[str, Any]:
-    """What a report shows of a network's predictions.
+    """Predictions that a report shows.
 
     Labels are likely wrong where all other training images expect another class (:meth:`ella_cuda.laplace.KronLaplace.influence`); of the
     training images the :data:`EXAMINED` of the largest loss are examined.
@@ -56,7 +56,7 @@ def find_examples(model: nn.Module, la: KronLaplace | None, dataset: Dataset, pr
     pairs, counts = torch.stack([labels, predicted]).unique(dim=1, return_counts=True)
     least = sure.argsort(stable=True)[:SHOWN].tolist()
     found = {
-        "class_names": list(getattr(dataset, "class_names", ())),
+        "class_names": list(dataset.class_names),
         "confusion": [[*pair, count] for pair, count in zip(pairs.T.tolist(), counts.tolist(), strict=True)],
         "least_sure": [
             _shown(dataset, dataset.test_ids[i], dataset.test_images[i], labels[i], predicted[i])
@@ -78,11 +78,9 @@ def find_examples(model: nn.Module, la: KronLaplace | None, dataset: Dataset, pr
 @torch.no_grad()
 def _suspects(model: nn.Module, la: KronLaplace, dataset: Dataset) -> dict[str, Any]:
     images, labels = dataset.train_images, dataset.train_labels
-    losses = [
-        nn.functional.cross_entropy(model(x), y, reduction="none") for x, y in TensorLoader(images, labels, BATCH)
-    ]
+    loss, loader = nn.CrossEntropyLoss(reduction="none"), TensorLoader(images, labels, BATCH)
     count = affordable(EXAMINED, len(SCALES) * la.n_params * la.n_outputs**2)
-    some = torch.cat(losses).argsort(descending=True, stable=True)[:count]
+    some = torch.cat([loss(model(x), y) for x, y in loader]).argsort(descending=True, stable=True)[:count]
     ids, images, labels = dataset.train_ids[some], images[some], labels[some]
     left = la.influence(TensorLoader(images, labels, BATCH))
     outputs = torch.cat([model(x) for x in images.split(BATCH)])
@@ -96,8 +94,8 @@ def _suspects(model: nn.Module, la: KronLaplace, dataset: Dataset) -> dict[str, 
 
 def _shown(dataset: Dataset, number: Tensor, image: Tensor, label: Tensor, predicted: Tensor) -> dict[str, Any]:
     name = {"name": dataset.names[int(number)]} if dataset.names else {}
-    png = thumbnail(image, dataset.black, dataset.white)
-    return {**name, "png": png, "label": int(label), "predicted": int(predicted)}
+    name["png"] = thumbnail(image, dataset.black, dataset.white)
+    return {**name, "label": int(label), "predicted": int(predicted)}
 
 
 def thumbnail(image: Tensor, black: Tensor, white: Tensor) -> str:

@@ -43,7 +43,7 @@ class _Loaded(NamedTuple):
 
 
 class LoadedRun(_Loaded):
-    """What :func:`load_run` gives: ``(model, la, config, epoch)``, and what predictions for images in files need.
+    """A run as :func:`load_run` gives it: ``(model, la, config, epoch)``, and what predictions for images in files need.
 
     Attributes:
         class_names: of the classes; their numbers where they have no names.
@@ -84,7 +84,7 @@ class LoadedRun(_Loaded):
         skip_unreadable: bool = False,
         progress: bool = False,
     ) -> tuple[Predictions, dict[str, float]]:
-        """What predictions are worth.
+        """Scores of predictions of labelled images.
 
         Args:
             path: labelled images, see :func:`ella_cuda.data.folder`, of classes that the run knows; the test part where there is one.

@@ -34,7 +34,7 @@ SCORE = {"entropy": metrics.entropy, "max_probability": lambda p: 1 - p.amax(1)}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Predictions:
-    """What a run predicts of N images.
+    """Predictions of a run for N images.
 
     Attributes:
         names: N names of files.
@@ -211,7 +211,7 @@ def threshold(run_dir: Path, risk: float) -> tuple[float, str]:
     from.
 
     Of held-out images it is the smallest under which ``(errors + 1) / (images + 1)``, of those at or above it, is at most ``risk``. Without
-    them it is ``1 - risk`` (Chow 1970), of the probabilities that leave-one-out on the training images calibrated.
+    them it is ``1 - risk`` (Chow 1970), of the probabilities as the run's calibration left them.
 
     Raises:
         ValueError: ``risk`` is not between 0 and 1, or the run's file of predictions is damaged.
@@ -221,7 +221,7 @@ def threshold(run_dir: Path, risk: float) -> tuple[float, str]:
     kept = read_predictions(run_dir) if (run_dir / PREDICTIONS_FILE).exists() else {"evaluated_on": "train"}
     if kept["evaluated_on"] == "train":
         return 1 - risk, (
-            f"probabilities below {1 - risk:g}, which leave-one-out on the training images calibrated; the run kept no held-out images"
+            f"probabilities below {1 - risk:g}, as the run's calibration left them; the run kept no held-out images"
         )
     p, labels = torch.tensor(kept["probabilities"], dtype=torch.float64), torch.tensor(kept["labels"])
     confidence, order = p.amax(1).sort(descending=True)

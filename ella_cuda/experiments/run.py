@@ -250,12 +250,8 @@ def _run(
         return found, asked_images(config, found, data_dir, download)
 
     dataset, asked = ranks.together(loaded)
-    torch.manual_seed(config.seed)
     network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
-    bare = build_network(config, **network)
-    if config.weights and not (run_dir / CHECKPOINT_FILE).exists():
-        load_weights(bare, config.weights, dataset.num_classes)
-    bare = bare.to(device)
+    bare = _untrained(config, network, run_dir).to(device)
     model = averaged(config, bare)
     known = {**network, **learned_from(dataset)}
     diary = ranks.together(lambda: Diary(run_dir, config, known, bare) if first else None)
@@ -274,6 +270,15 @@ def _run(
         return _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)
 
     return ranks.exchange(ranks.together(lambda: described() if first else None))[0]
+
+
+def _untrained(config: RunConfig, network: dict[str, int], folder: Path) -> nn.Module:
+    """The run's network on the CPU, with the weights that its training in this folder starts from."""
+    torch.manual_seed(config.seed)
+    bare = build_network(config, **network)
+    if config.weights and not (folder / CHECKPOINT_FILE).exists():
+        load_weights(bare, config.weights, network["num_classes"])
+    return bare
 
 
 def _trained(
@@ -365,15 +370,9 @@ def _calibrate_by_folds(
         ranks.together(lambda at=folder: at.mkdir(parents=True, exist_ok=True) if ranks.is_first else None)
         kept = {f"train_{kind}": getattr(dataset, f"train_{kind}")[seen] for kind in ("images", "labels", "ids")}
         half = dataclasses.replace(dataset, **kept, digest=f"{dataset.digest}, half {number}")
-        torch.manual_seed(config.seed)
-        bare = build_network(config, **network)
-        if config.weights and not (folder / CHECKPOINT_FILE).exists():
-            load_weights(bare, config.weights, dataset.num_classes)
-        bare = bare.to(dataset.train_images.device)
-        part = f", half {number + 1} of 2"
-        other, *_ = _trained(
-            config, half, folder, averaged(config, bare), bare, progress, cuda_graph, ranks, None, part
-        )
+        bare = _untrained(config, network, folder).to(dataset.train_images.device)
+        model, part = averaged(config, bare), f", half {number + 1} of 2"
+        other, *_ = _trained(config, half, folder, model, bare, progress, cuda_graph, ranks, None, part)
         rest = dataset.train_images[unseen], dataset.train_labels[unseen]
         folds.append((other, TensorLoader(*rest, config.evidence_batch_size)))
     if ranks.is_first:
@@ -386,7 +385,7 @@ def _calibrate_by_folds(
 
 
 def learned_from(dataset: Dataset) -> dict[str, Any]:
-    """What a prediction needs of a data set but for its images: the values of black and white, and of images of one's own the classes."""
+    """A data set's part in a prediction but for its images: the values of black and white, and of images of one's own the classes."""
     found = {name: getattr(dataset, name).tolist() for name in ("black", "white")}
     return found | ({"class_names": list(dataset.class_names)} if dataset.class_names else {})
 

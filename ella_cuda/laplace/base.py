@@ -1030,7 +1030,9 @@ class BaseLaplace(Predictive):
 
         A network that has learned its data by heart is as sure of them without one of them, so that leaving one out in closed form does not
         tell that the network is too sure. Networks trained on parts of the data do: with ``folds`` the factor is that with the largest log
-        density of the data which these have not seen, under ``prior_precision`` times it, k from -8 on. Two halves cost one training more.
+        density of the data which these have not seen, under ``prior_precision`` times it, k from -8 on; the largest factor
+        leaves the network's own outputs. Two halves cost one training more. Where data are so few that a network of half of them knows
+        much less than that of all, the factor is too small.
 
         Args:
             loader: of the fit's data, as for :meth:`leave_one_out`; None is what the fit got. The first
@@ -1048,7 +1050,7 @@ class BaseLaplace(Predictive):
             As :meth:`leave_one_out`; nothing is changed then. ValueError: a fold is of other parameters, or another likelihood.
 
         Warns:
-            UserWarning: under no factor is the NLL within the tolerance; the largest is taken.
+            UserWarning: under no factor is the NLL within the tolerance, and the largest is taken; or folds take the smallest.
         """
         if folds is None:
             tolerance = positive_number("tolerance", tolerance)

@@ -28,11 +28,9 @@ SCALES = tuple(10.0**k for k in range(7))  # of the precisions of a ranking
 FACTORS = tuple(10 ** (k / 4) for k in range(29))  # of the precisions of a calibration
 FOLDS_FACTORS = tuple(10 ** (k / 4) for k in range(-8, 29))  # and of one by folds, which may ask for more variance
 CALIBRATION_POINTS = 500  # data points that a calibration takes at most
-WORK, LEAST = (
-    1e12,
-    50,
-)  # products of covariances that need not be asked for, which a core does in minutes; and points however many
-FOLDS_WORK, FOLD_POINTS = 10 * WORK, 10_000  # of data that a fold has not seen
+WORK = 1e12  # products of covariances that nobody asked for: minutes of a core
+LEAST = 50  # data points, however many products they take
+FOLD_TIMES, FOLD_POINTS = 10, 10_000  # so many times the work, and points at most, of data that a fold has not seen
 PIECES = 10, 100  # data points at a time: of the first, which rule most factors out, and of the others
 BESIDE = 6  # matrices of a data point's outputs that are there beside the covariances
 APART = 1e-3  # of log likelihoods of the same data, relative
@@ -271,7 +269,7 @@ def calibrate_by_folds(la: Predictive, folds: Sequence[tuple[Predictive, Iterabl
         likelihood, count = other.likelihood_function, 0
         diagonal = likelihood.has_classes or not likelihood.couples_outputs
         each = len(posteriors) * other.n_params * other.n_outputs ** (1 if diagonal else 2)
-        most = affordable(FOLD_POINTS, each, FOLDS_WORK)
+        most = affordable(FOLD_POINTS, each, FOLD_TIMES)
         for batch in tqdm(loader, desc=f"fold {number + 1} of {len(folds)}", disable=not progress_bar, leave=False):
             x, y = pair_on(batch, other.fitted_model.device, where, other.fitted_model.keys)
             x, y = take(x, slice(most - count)), y[: most - count]
@@ -287,7 +285,11 @@ def calibrate_by_folds(la: Predictive, folds: Sequence[tuple[Predictive, Iterabl
         raise FloatingPointError(
             "calibrate: no precision gives the folds' targets a finite log density; check the data."
         )
-    return now * FOLDS_FACTORS[int(totals.where(totals.isfinite(), -math.inf).argmax())]
+    best = int(totals.where(totals.isfinite(), -math.inf).argmax())
+    if not best:
+        least = f"calibrate: folds choose {FOLDS_FACTORS[0]:g} times the prior precisions, the smallest factor; set smaller prior_precision."
+        warnings.warn(least, stacklevel=5)
+    return now * FOLDS_FACTORS[best]
 
 
 def _first(la: Predictive, loader: Iterable[Any], where: str) -> Iterator[tuple[Inputs, Tensor]]:
@@ -392,9 +394,9 @@ def _moments(
         begin += points
 
 
-def affordable(most: int, each: float, work: float = WORK) -> int:
-    """How many data points, at most so many and at least :data:`LEAST`, take ``work`` products of ``each``."""
-    return min(most, max(LEAST, int(work / each)))
+def affordable(most: int, each: float, times: float = 1.0) -> int:
+    """How many data points of ``each`` products take so many times :data:`WORK`, at most ``most`` and at least :data:`LEAST`."""
+    return min(most, max(LEAST, int(times * WORK / each)))
 
 
 def room(la: Predictive, count: int, where: str) -> tuple[int, int]:

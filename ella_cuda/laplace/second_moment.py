@@ -29,10 +29,8 @@ SMALL = 1 << 25
 # of gradients of units that are never off.
 SAMPLE, NUMBERS, ALIKE = 32, 2048, 1e-5
 DOUBLED = 1 << 22  # numbers that are copied to float64 at a time
-ALONE, ALIGNED = (
-    1 << 21,
-    32,
-)  # numbers of sums that have memory of their own; a multiple of which those of others begin at
+ALONE = 1 << 21  # numbers of sums from which they have memory of their own
+ALIGNED = 32  # numbers at a multiple of which other sums begin
 
 
 class Use(NamedTuple):

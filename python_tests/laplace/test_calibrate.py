@@ -113,12 +113,11 @@ def test_large_networks_are_calibrated_by_fewer_points(monkeypatch: pytest.Monke
     each = 29 * la.n_params * 9
     for work, wanted in ((21.5 * each, 21), (3 * each, 5), (1e3 * each, N)):
         monkeypatch.setattr(leave_one_out, "WORK", work)
-        monkeypatch.setattr(leave_one_out.affordable, "__defaults__", (work,))
         monkeypatch.setattr(leave_one_out, "LEAST", 5)
         seen.clear()
         la.calibrate([data()])
         assert sum(seen) == wanted
-    monkeypatch.setattr(leave_one_out, "FOLDS_WORK", 17.5 * 37 * la.n_params * 3)
+    monkeypatch.setattr(leave_one_out, "WORK", 1.75 * 37 * la.n_params * 3)
     seen.clear()
     la.calibrate(folds=[(la, DataLoader(TensorDataset(*data()), 10))])
     assert sum(seen) == 17

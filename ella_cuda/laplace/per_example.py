@@ -55,9 +55,8 @@ class PerExampleGradients:
         modules = {rule.module for rule, _ in self._apart}
         # What a module keeps of its parameters in evaluation mode, as attention biases in timm's LeViT, its own train() drops.
         self._keeping = [m for m in modules if type(m).train is not nn.Module.train]
-        self._calls: list[
-            tuple[Call, list[Any], torch.Size]
-        ] = []  # of shared layers, with arguments and the output's shape
+        # Of shared layers, with arguments and the output's shape.
+        self._calls: list[tuple[Call, list[Any], torch.Size]] = []
 
     def try_out(self, x: Inputs) -> None:
         """Compare both ways on two data points; parameters require a gradient as they do in training.

@@ -253,7 +253,7 @@ class NetworkConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartConfig:
-    """Where the weights of a network by name start."""
+    """The weights that a network by name starts from."""
 
     weights: str = setting(
         "",

@@ -54,8 +54,8 @@ class EllaGGN(GGNInterface):
 
     Args:
         model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y: as laplace-torch gives them.
-        stochastic: one sampled column of the output Hessian in the place of all.
-        num_samples: of ``full`` and ``diag`` with ``stochastic``; :meth:`kron` draws one.
+        stochastic: sampled columns of the output Hessian in the place of all.
+        num_samples: how many of a data point with ``stochastic``.
         settings: arguments of :class:`ella_cuda.laplace.KronLaplace`: ``approximation``, ``resolution``, ``column_tolerance``,
             ``memory_budget``, ``unknown`` ("error" or "diagonal"), ``ignore_index``. ``backend_kwargs`` of laplace-torch has them.
 
@@ -102,20 +102,16 @@ class EllaGGN(GGNInterface):
             mapping: the type of batches that are mappings, which the model takes whole; None for others.
             settings: in the place of the backend's.
         """
-        if self.stochastic and self.num_samples != 1:
-            raise ValueError(
-                f"EllaGGN: num_samples must be 1 for Kronecker factors, which take one sampled column, got {self.num_samples}."
-            )
         model = self._model
         if mapping is not None and not self.last_layer:
             model = _TakesMapping(model, mapping, self.dict_key_x)
+        drawn = {"fisher": "mc", "mc_samples": self.num_samples} if self.stochastic else {}
         return KronLaplace(
             model,
             str(getattr(self.likelihood, "value", self.likelihood)),
-            fisher="mc" if self.stochastic else "exact",
             dict_key_x=self.dict_key_x,
             dict_key_y=self.dict_key_y,
-            **self.settings | settings,
+            **drawn | self.settings | settings,
         )
 
     def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Kron]:
@@ -125,15 +121,22 @@ class EllaGGN(GGNInterface):
         Args:
             x, y: a batch; x is a tensor, or a mapping that the model takes whole.
             N: data points of all batches.
-            kwargs: ``kfac_approx`` "expand" or "reduce"; ``mc_samples`` 1.
+            kwargs: ``kfac_approx`` "expand" or "reduce"; ``mc_samples``, in the place of ``num_samples``: sampled columns of a data point,
+                whose outer products are averaged. Draws are those of torch's global generator.
 
         Raises:
-            ValueError: a parameter's factors have several blocks, which laplace-torch's ``Kron`` cannot hold; the message names it.
+            ValueError: ``mc_samples`` is not 1 without ``stochastic``; a parameter's factors have several blocks, which laplace-torch's
+                ``Kron`` cannot hold; the message names it.
             What :class:`ella_cuda.laplace.KronLaplace` and its ``fit`` raise.
         """
         settings = {"approximation": kwargs.pop("kfac_approx")} if "kfac_approx" in kwargs else {}
-        if kwargs.pop("mc_samples", 1) != 1:
-            raise ValueError("EllaGGN.kron: mc_samples must be 1.")
+        if "mc_samples" in kwargs:
+            settings["mc_samples"] = kwargs.pop("mc_samples")
+            if not self.stochastic and settings["mc_samples"] != 1:
+                raise ValueError(
+                    f"EllaGGN.kron: mc_samples must be 1 for the exact output Hessian, got {settings['mc_samples']!r}; sampled columns "
+                    "are EllaGGN(..., stochastic=True), of a Laplace backend_kwargs={'stochastic': True}."
+                )
         if kwargs:
             raise TypeError(f"EllaGGN.kron: unknown arguments {', '.join(map(repr, sorted(kwargs)))}.")
         mapping = type(x) if isinstance(x, Mapping) else None

@@ -126,7 +126,7 @@ def _facts_before(la: Any, sums: FitSums, loader: Any, generator: torch.Generato
         "settings": {
             "dtype": _dtypes(la),
             "likelihood": repr(la.likelihood_function),
-            **{name: getattr(la, name) for name in (*la._settings, "column_tolerance")},
+            **{name: getattr(la, name) for name in (*la._settings, "column_tolerance", "mc_samples")},
             "dict_key_x": la.dict_key_x,
             "dict_key_y": la.dict_key_y,
             "parameters": layout_hash(la.parameter_names),

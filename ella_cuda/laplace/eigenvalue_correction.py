@@ -161,7 +161,7 @@ def _pass_over(
             if not data_points(x):
                 continue
             if not run.tried_out:
-                run.try_out(x, several=la.fisher == "exact")
+                run.try_out(x, several=la._several_columns)
             others, own = None if hessian_at is None else hessian_at(x), generator_of(number)
 
             def columns(outputs: Tensor, which: slice, y=y, others=others, own=own) -> Columns | Tensor:

@@ -83,7 +83,8 @@ class KronLaplace(BaseLaplace):
         sigma_noise: standard deviation of the Gaussian likelihood of a regression; must be 1 for others.
         prior_mean: of the parameters, a number or one per element, ``(P,)``.
         temperature: T, positive: likelihood and curvature are divided by it, so that a smaller one concentrates the posterior.
-        fisher: "exact", or "mc": one random column per data point, unbiased and K-1 times cheaper.
+        fisher: "exact", or "mc": random columns in the place of the output Hessian's, unbiased; one is K-1 times cheaper.
+        mc_samples: random columns of a data point with ``fisher="mc"``, whose outer products are averaged.
         resolution: "shared" (the paper): one output-side factor for all channels of an F-FC weight; "per_channel": one
             per channel, with which each channel's own part of the block is exact for a single data point.
         approximation: what is done about positions that share weights, such as those of a convolution or a sequence: "expand" sums over
@@ -141,6 +142,7 @@ class KronLaplace(BaseLaplace):
         likelihood: str | Likelihood = "classification",
         *,
         fisher: str = "exact",
+        mc_samples: int = 1,
         resolution: str = "shared",
         approximation: str = "expand",
         column_tolerance: float = 0.0,
@@ -152,11 +154,16 @@ class KronLaplace(BaseLaplace):
             check_choice("resolution", resolution, RESOLUTIONS),
             check_choice("approximation", approximation, APPROXIMATIONS),
         )
+        if type(mc_samples) is not int or mc_samples < 1 or (mc_samples > 1 and fisher != "mc"):
+            raise ValueError(
+                f'mc_samples must be a positive int, 1 but for fisher="mc", got {mc_samples!r} with {fisher=}.'
+            )
         if not 0 <= column_tolerance < 1:
             raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
         if not isinstance(eigenvalue_correction, bool):
             raise TypeError(f"eigenvalue_correction must be a bool, got {eigenvalue_correction!r}.")
         self.column_tolerance, self.eigenvalue_correction = column_tolerance, eigenvalue_correction
+        self.mc_samples, self._several_columns = mc_samples, fisher == "exact" or mc_samples > 1
         self._recorded: dict[str, str] = {}
         super().__init__(model, likelihood, LaplaceOptions(**options), self.resolution, self.approximation)
         self._hold()
@@ -308,9 +315,16 @@ class KronLaplace(BaseLaplace):
         may be done again, see :class:`RecordedBatches`."""
         needs = telling_needs(lambda: sums.batch, self._peak_bytes, sum(rule.bytes() for rule in self._rules))
         with needs, curvature_pass(self.model, self._rules, self.memory_budget) as run:
-            batches = self._batches(sums, loader, progress_bar, run, several=self.fisher == "exact")
+            batches = self._batches(sums, loader, progress_bar, run, several=self._several_columns)
             pairs = merged(batches, run.merged_images) if generator_of is None else batches
-            settings = self.fisher, self.resolution, self.approximation, self.column_tolerance, self.memory_budget
+            settings = (
+                self.fisher,
+                self.resolution,
+                self.approximation,
+                self.column_tolerance,
+                self.memory_budget,
+                self.mc_samples,
+            )
             add, defers = partial(self._add, run), defers and sums.anew
             recorded = RecordedBatches(run, add, self.likelihood_function, settings, defers)
             for number, (x, y) in enumerate(pairs):
@@ -430,7 +444,8 @@ class KronLaplace(BaseLaplace):
     def _columns(self, outputs: Tensor, y: Tensor, generator: torch.Generator | None) -> Columns | Tensor:
         if self.fisher == "exact":
             return self.likelihood_function.columns(outputs, y, self.column_tolerance)
-        return self.likelihood_function.sampled_column(outputs, y, generator)
+        draws = [self.likelihood_function.sampled_column(outputs, y, generator) for _ in range(self.mc_samples)]
+        return draws[0] if len(draws) == 1 else torch.cat([one[:] for one in draws]) / math.sqrt(len(draws))
 
     def _check_finite(self, sums: FitSums) -> None:
         sides = [
@@ -513,7 +528,8 @@ class KronLaplace(BaseLaplace):
         present = self.fitted_model.present_rules()
         self.fitted_model.present_parameters(present)
         columns = f"without {self.column_tolerance:.3g} of the Hessian's trace" if self.column_tolerance else ""
-        columns = "of one sampled column" if self.fisher == "mc" else columns
+        drawn = "of one sampled column" if self.mc_samples == 1 else f"of {self.mc_samples} sampled columns"
+        columns = drawn if self.fisher == "mc" else columns
         return _summary(self.model, self._rules if self.n_data else present, columns, self.eigenvalue_correction)
 
     def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:

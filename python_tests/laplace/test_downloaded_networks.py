@@ -110,3 +110,26 @@ def test_the_scripts_of_the_documentation_run(library):
     exec(script, found)
     assert found["la"].log_marginal_likelihood().isfinite()
     torch.testing.assert_close(found["probabilities"].sum(1), torch.ones(3))
+
+
+def test_a_head_tied_to_the_words_of_gpt2():
+    """Of all parameters one factor of both uses; as the last layer a copy, whose factors are those of the head at its inputs."""
+    transformers = pytest.importorskip("transformers")
+    networks = pytest.importorskip("benchmarks.downloaded_networks")
+    torch.manual_seed(0)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=6, vocab_size=7, **ids)
+    net = transformers.GPT2LMHeadModel(config).double().eval()
+    model, x, y = networks.Logits(net), torch.randint(7, (3, 5)), torch.randint(7, (3, 5))
+    whole = KronLaplace(model).fit([(x, y)])
+    assert "one with net.transformer.wte.weight" in whole.summary()
+    with pytest.raises(ValueError, match=r"'net.lm_head'.*shares.*own copy, module.weight = nn.Parameter\("):
+        KronLaplace(model, subset_of_weights="last_layer")
+    net.lm_head.weight = nn.Parameter(net.lm_head.weight.detach().clone())
+    last = KronLaplace(model, subset_of_weights="last_layer").fit([(x, y)])
+    features = net.transformer(x).last_hidden_state.detach()
+    p = model(x).detach().softmax(-1)
+    hessian = torch.diag_embed(p) - p[..., None] * p[..., None, :]
+    (factor,) = last.factors.values()
+    close(factor.inputs[0], (features.mT @ features).mean(0))
+    close(factor.outputs[0], hessian.sum((0, 1)) / 5)

@@ -316,8 +316,11 @@ def test_a_frozen_base_in_bfloat16_is_served(kind, how):
     torch.testing.assert_close(*(s.float() for s in samples), rtol=0.05, atol=0.1)
     if how == "casts":  # the head alone at the base's features
         features = torch.tanh(model.base(x.bfloat16())).float()
-        alone = kind(model.head).fit([(features, y)])
-        torch.testing.assert_close(found.log_marginal_likelihood(), alone.log_marginal_likelihood())
+        alone = kind(copy.deepcopy(model.head).double()).fit([(features.double(), y)])
+        torch.testing.assert_close(found.log_marginal_likelihood(), alone.log_marginal_likelihood(), rtol=1e-5, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):  # of the caller
+        again = kind(model).fit([(x, y)])
+    torch.testing.assert_close(again.log_marginal_likelihood(), found.log_marginal_likelihood(), rtol=0, atol=0)
 
 
 def test_parameters_of_two_dtypes_without_a_cast_are_told_where_autocast_belongs():

@@ -243,10 +243,11 @@ def test_layers_whose_shared_parameter_has_other_blocks_are_refused():
         KronLaplace(model)
 
 
-def test_the_exact_evidence_of_what_is_used_twice_is_a_fits(data):
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_the_exact_evidence_of_what_is_used_twice_is_a_fits(data, approximation):
     layer = nn.Linear(4, 4)
     repeated = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, CLASSES)).double()
     for model in (repeated, tied_network()):
-        la = KronLaplace(model, prior_precision=0.3)
+        la = KronLaplace(model, prior_precision=0.3, approximation=approximation)
         exact = exact_log_marginal_likelihood(la, *data)
         torch.testing.assert_close(exact, la.fit([data]).log_marginal_likelihood())

@@ -163,7 +163,8 @@ def restricted(rules: Sequence[Rule], subset: str | Sequence[str]) -> list[Rule]
         if chosen and (rule.tied or rule.lent):
             shared = ", ".join(repr(rule.full_name(n)) for n in (*rule.tied, *sorted(rule.lent)))
             raise ValueError(
-                f"subset_of_weights: {rule.label} shares {shared} with another layer; use subset_of_weights='all'."
+                f"subset_of_weights: {rule.label} shares {shared} with another layer. Give this one its own copy, "
+                "module.weight = nn.Parameter(module.weight.detach().clone()), or use subset_of_weights='all'."
             )
         rule.trainable = tuple(chosen)
     if lacking := [name for name in names if name not in found]:

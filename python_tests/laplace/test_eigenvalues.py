@@ -441,3 +441,17 @@ def test_a_moment_knows_how_many_rows_it_has(rows, size, decomposed):
     assert list(decomposed) == [size]
     expected = torch.linalg.eigvalsh(moment.total)
     torch.testing.assert_close(moment.eigenvalues(), expected, rtol=1e-5, atol=1e-6 * float(expected.max()))
+
+
+@pytest.mark.parametrize("columns", ["of a basis", "unit vectors", "with a unit vector"])
+def test_columns_are_completed_to_an_orthogonal_matrix(columns):
+    torch.manual_seed(0)
+    given = torch.linalg.qr(torch.randn(60, 7, dtype=torch.float64)).Q
+    if columns == "unit vectors":
+        given = torch.eye(60, dtype=torch.float64)[:, :7]
+    if columns == "with a unit vector":
+        given = torch.block_diag(torch.ones(1, 1, dtype=torch.float64), given)
+    whole, size = _lapack.completed(given), len(given)
+    torch.testing.assert_close(whole.T @ whole, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-13)
+    signs = (whole[:, : given.shape[1]] * given).sum(0).sign()
+    torch.testing.assert_close(whole[:, : given.shape[1]] * signs, given, rtol=0, atol=1e-13)

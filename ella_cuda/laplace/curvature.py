@@ -372,8 +372,6 @@ class CurvaturePass(LayerPass):
             for module, scale in constant_scales(self.model.modules()).items():
                 # Its hook comes before that of a rule.
                 stack.enter_context(hooks([module], after=self._scaled(scale), prepend=True))
-            functions = InterceptedFunctions(self._passed, self._wants_nodes, self._hooked)
-            stack.enter_context(FunctionMode(functions))
             yield
 
     def forward(self, x: Inputs) -> Tensor:
@@ -385,7 +383,8 @@ class CurvaturePass(LayerPass):
         if compare:
             with self._apart():
                 apart = outputs_apart(self.model, x)  # first: a forward may leave its outputs in buffers
-        with torch.enable_grad(), self._attention():
+        functions = InterceptedFunctions(self._passed, self._wants_nodes, self._hooked)
+        with torch.enable_grad(), self._attention(), FunctionMode(functions):
             outputs = model_outputs(self.model, x)
         if compare:
             with self._apart():

@@ -317,14 +317,8 @@ class KronLaplace(BaseLaplace):
         with needs, curvature_pass(self.model, self._rules, self.memory_budget) as run:
             batches = self._batches(sums, loader, progress_bar, run, several=self._several_columns)
             pairs = merged(batches, run.merged_images) if generator_of is None else batches
-            settings = (
-                self.fisher,
-                self.resolution,
-                self.approximation,
-                self.column_tolerance,
-                self.memory_budget,
-                self.mc_samples,
-            )
+            of_columns = self.fisher, self.mc_samples, self.column_tolerance
+            settings = (*of_columns, self.resolution, self.approximation, self.memory_budget)
             add, defers = partial(self._add, run), defers and sums.anew
             recorded = RecordedBatches(run, add, self.likelihood_function, settings, defers)
             for number, (x, y) in enumerate(pairs):

@@ -16,9 +16,11 @@ from torchvision import models
 from ella_cuda import cli, experiments
 from ella_cuda.data import SOURCES
 from ella_cuda.experiments import RunConfig, configure, load_run, prepare_for
+from ella_cuda.experiments.error_bars import by_last_layer, described
 from ella_cuda.experiments.networks import build_network, load_weights, require_network
 from ella_cuda.experiments.predictions import threshold
 from ella_cuda.experiments.run import _on_training_images
+from ella_cuda.reports.text import error_bars_note
 from ella_cuda.run_folder import LAPLACE_FILE, read_predictions, read_summary, write_predictions
 
 SIZE, CLASSES = 8, ("blue", "green", "red ä")
@@ -133,6 +135,75 @@ def test_evaluation_counts_what_predictions_say(there):
     p = run.predict(["new"]).probabilities
     assert scores["accuracy"] == pytest.approx(100 * float((p.argmax(1) == labels).double().mean()))
     assert scores["nll"] == pytest.approx(-float(p[torch.arange(12), labels].log().mean()))
+
+
+def test_images_that_a_run_learned_from_are_known_under_other_names(there):
+    folder, config = run_of(there)
+    data = prepare_for(config)
+    for number, i in enumerate(data.train_ids[:5].tolist()):
+        name = data.names[i]
+        (there / "copies" / name.split("/")[0]).mkdir(parents=True, exist_ok=True)
+        shutil.copy(there / "photos" / name, there / "copies" / name.split("/")[0] / f"copy {number}.png")
+    shutil.copytree(there / "new", there / "copies", dirs_exist_ok=True)
+    found, _ = load_run(folder, model=config.model).evaluate("copies")
+    assert len(found.names) == 17 and [note for note in found.notes if "learned from 5 of these images" in note]
+
+
+@pytest.mark.parametrize("objective", ["evidence", "map"])
+def test_error_bars_of_the_last_layer_are_those_of_its_kronecker_posterior(there, objective, capsys):
+    how = ["--error-bars", "last-layer", "--objective", objective, "--out", objective]
+    assert cli.main(["train", "photos/", "--model", "own_networks:small", *SHORT, *how]) == 0
+    assert "error bars of the last layer, 5, calibrated to" in capsys.readouterr().out
+    ((config,), (row,)) = experiments.read_grid(objective)[0], read_summary(objective)
+    run = load_run(f"{objective}/{config.name}", model=config.model)
+    found = run.predict(["new"])
+    data, net = prepare_for(config), run.model.double()
+    with torch.no_grad():
+        seen, p = net[:-1](data.train_images.double()), net(data.train_images.double()).softmax(1)
+        pixels = np.stack([np.array(Image.open(name).resize((SIZE, SIZE), Image.BILINEAR)) for name in found.names])
+        x = (
+            run.black[:, None, None]
+            + (run.white - run.black)[:, None, None] * torch.tensor(pixels).permute(0, 3, 1, 2) / 255
+        )
+        new, logits = net[:-1](x.double()), net(x.double())
+    hessian = (torch.diag_embed(p) - p[:, :, None] * p[:, None]).sum(0)
+    history = json.loads((there / objective / config.name / "history.json").read_text())["evaluations"]
+    learned = history[-1]["prior_precision"]
+    of = {name: row["error_bars"]["factor"] * learned[name] for name in ("5.weight", "5.bias")}
+    weight = torch.kron(seen.T @ seen / len(seen), hessian) + of["5.weight"] * torch.eye(48)
+    bias = torch.linalg.inv(hessian + of["5.bias"] * torch.eye(3)).diag()
+    jacobian = torch.einsum("nd,kj->nkdj", new, torch.eye(3, dtype=torch.float64)).flatten(2)
+    variance = (jacobian * torch.linalg.solve(weight, jacobian.mT).mT).sum(2) + bias
+    assert row["error_bars"]["layer"] == "5" and variance.max() > 1e-6
+    expected = (logits / (1 + math.pi / 8 * variance).sqrt()).softmax(1)
+    torch.testing.assert_close(found.probabilities, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_large_networks_have_error_bars_of_the_last_layer_unless_told_otherwise():
+    def chosen(model, **how):
+        config = configure("/photos", "plain", "", "map", model=model, **how)
+        return by_last_layer(config, build_network(config, 3, 10), 10)
+
+    with torch.device("meta"):
+        assert chosen("resnet18") and not chosen("resnet18", error_bars="all")
+        assert not chosen("shufflenet_v2_x0_5", error_bars="all") and chosen(
+            "shufflenet_v2_x0_5", error_bars="last-layer"
+        )
+    assert not by_last_layer(
+        configure("digits", "digit", "f_fc", "map"), nn.Linear(10**4, 10**3), 10
+    )  # the paper's networks
+
+
+def test_a_run_says_that_calibration_turned_its_error_bars_off(there):
+    folder, config = run_of(there)
+    la = load_run(folder, model=config.model, fit=True).la
+    assert "calibrated to" in error_bars_note(described(la)) and "all layers" in error_bars_note(described(la))
+    la.predictive_prior_precision = 1e7 * la.prior_precision
+    assert described(la)["off"] and "turned off by calibration, which took 10,000,000 times" in error_bars_note(
+        described(la)
+    )
+    la.predictive_prior_precision = None
+    assert "not calibrated" in error_bars_note(described(la))
 
 
 def test_labels_that_all_others_contradict_come_first(there):

@@ -37,7 +37,8 @@ from ella_cuda.experiments.hyperparameters import FOLDER, ROTATED, as_data, can_
 from ella_cuda.files import write_file
 from ella_cuda.reports import layer_table
 from ella_cuda.reports.results import learned, run_tables
-from ella_cuda.reports.text import layer_title
+from ella_cuda.reports.text import error_bars_note, layer_title
+from ella_cuda.run_folder import LAPLACE_FILE
 from ella_cuda.training.learners import WORDS
 
 
@@ -128,6 +129,10 @@ def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dic
     for row in rows:
         if reason := row.get("neg_log_marginal_likelihood_reason"):
             print(f"\nno -log q/N for {row['run']}: {reason}.")
+        if (kept := out_dir / row["run"] / LAPLACE_FILE).exists():
+            print(
+                f"\n{row['run']}: {error_bars_note(row['error_bars'])} ({LAPLACE_FILE}, {kept.stat().st_size / 1e6:.1f} MB)."
+            )
     if any(ROTATED in options.get("ood", []) and ROTATED not in c.ood.split("+") for c in configs):
         tasks = dict.fromkeys(c.task for c in configs if ROTATED not in c.ood.split("+"))
         print(f"\nnot rotated: task {', '.join(tasks)}, whose labels say where things are.")

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from ella_cuda import metrics
 from ella_cuda.data import TASKS, TensorLoader
 from ella_cuda.data.labelled import Labelled, image_files, labelled, read_images
+from ella_cuda.experiments.error_bars import marks
 from ella_cuda.experiments.run import prepare_for
 from ella_cuda.files import write_file
 from ella_cuda.modes import evaluation_mode
@@ -154,16 +155,16 @@ def evaluate_on(
     found = labelled(path)
     if "test" in found.parts:
         found = found.only([part == "test" for part in found.parts])
-    elif os.path.isabs(run.config.data) and os.path.exists(run.config.data) and os.path.samefile(path, run.config.data):
-        found.notes.append(
-            f"warning: the run learned from {run.la.n_data} of these images, which flatters it; name images that it has not seen"
-        )
     unknown = sorted(set(found.labels) - set(run.class_names))
     if unknown:
         raise ValueError(
             f"{path}: the run {run.config.name} knows no class {', '.join(map(repr, unknown[:5]))}, but {', '.join(run.class_names[:20])}."
         )
     images = _read(run, found, skip_unreadable)
+    if seen := int(torch.isin(marks(images.pixels), run.learned).sum()):
+        found.notes.append(
+            f"warning: the run learned from {seen} of these images, which flatters it; name images that it has not seen"
+        )
     others = None if ood is None else _read(run, image_files([ood]), skip_unreadable)  # before the first step
     own = _predicted(run, images, progress, "predictions")
     p, labels = own.probabilities, own.labels

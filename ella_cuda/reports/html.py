@@ -19,6 +19,7 @@ from ella_cuda.reports.text import (
     PATH_TITLES,
     counted,
     duration,
+    error_bars_note,
     network_title,
     number,
     run_title,
@@ -326,6 +327,8 @@ def _calibration(row: Mapping[str, Any]) -> str:
         "The softmax is the network's own; the predictive averages over the Laplace approximation of the posterior. "
         "Where confidence is calibrated, points lie on the diagonal and the ECE is 0."
     )
+    if "error_bars" in row:
+        text += f" The predictive has {error_bars_note(row['error_bars'])}."
     return f"<p>{text}</p>{why}\n{_table(['', 'value'], lines, 'Predictions of the evaluated images')}"
 
 

@@ -4,7 +4,12 @@ import csv
 import dataclasses
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -81,7 +86,8 @@ def test_from_a_folder_of_images_to_a_table_of_answers(there, capsys):
     assert (row["data"], row["model"], row["objective"]) == ("photos", "own_networks:small", "evidence")
     assert (row["train_size"], row["evaluated_size"]) == (30, 6) and row["neg_log_marginal_likelihood"] > 0
     page = (run_of(there)[0] / "report.html").read_text(encoding="utf-8")
-    assert all(f"{name}: " in page for name in read_predictions(run_of(there)[0])["names"])
+    for name in read_predictions(run_of(there)[0])["names"]:
+        assert f'<span class="file">{name.replace("/", "/<wbr>")}</span>' in page
     assert page.count('class="picture"') == len([*run_of(there)[0].glob("*.png")])
     own = ["--model", "own_networks:small"]
     assert cli.main(["evaluate", "run", "new", "--ood", "photos", *own, "--wrong-labels", "2"]) == 0
@@ -269,6 +275,48 @@ def test_networks_side_by_side_without_a_split(there, capsys):
         loaded.la.prior_precision = loaded.la.predictive_prior_precision
         found = loaded.la.leave_one_out([(data.train_images, data.train_labels)])
         assert row["nll_leave_one_out"] == pytest.approx(-float(found.log_density.mean()), rel=1e-4)
+
+    page = Path("compared/report.html").read_text(encoding="utf-8")
+    order = sorted(rows.values(), key=lambda row: row["neg_log_marginal_likelihood"])
+    assert [page.index(f'href="{quote(row["run"])}/') for row in order] == sorted(
+        page.index(f'href="{quote(row["run"])}/') for row in order
+    )
+    assert "no image was set apart" in page and all(f"<td>{row['nll_leave_one_out']:.3f}</td>" in page for row in order)
+
+
+WALK = """
+set -e
+ella() { python -m ella_cuda.cli "$@"; }
+ella check --device cpu
+ella train "my photos" --model own_networks:small --image-size 8 --epochs 2 --device cpu --jobs 1 --out run
+ella evaluate run new --ood other --model own_networks:small
+ella predict run new/*/*.png --model own_networks:small --csv out.csv
+ella compare "my photos" --model own_networks:small own_networks:linear --image-size 8 --epochs 2 --device cpu --jobs 1 --out compared
+ella report run
+"""
+
+
+def test_a_person_walks_from_a_folder_to_answers_in_a_shell(tmp_path):
+    write_photos(tmp_path / "my photos")
+    write_photos(tmp_path / "new", seed=1, count=3)
+    (tmp_path / "other").mkdir()
+    Image.effect_noise((8, 8), 90).save(tmp_path / "other" / "noise.png")
+    (tmp_path / "own_networks.py").write_text(NETWORKS)
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    places = {
+        "PATH": path,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), *map(os.path.abspath, sys.path)])),
+    }
+    done = subprocess.run(
+        ["bash", "-c", WALK], cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for said in ("checks ok, CPU:", "36 images of 3 classes", "AURC", "ask a person about", "leave-one-out NLL, nats"):
+        assert said in done.stdout
+    with (tmp_path / "out.csv").open(encoding="utf-8", newline="") as file:
+        answers = list(csv.DictReader(file))
+    assert [answer["file"] for answer in answers] == [f"new/{c}/{i}.png" for c in CLASSES for i in range(3)]
+    assert {answer["label"] for answer in answers} <= {*CLASSES} and (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.parametrize("data", [*SOURCES, "/photos"])

@@ -41,7 +41,7 @@ def draw_precisions(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, A
         drawn.append((f"layer {i} ({layer['name']})", lines))
     if row["other_parameters"]:
         lines = [(name, name, HEAD_COLOUR, j) for j, name in enumerate(row["other_parameters"])]
-        drawn.append(("outside the layers", lines))
+        drawn.append(("outside the layers" if drawn else "parameter tensors", lines))
     figure, axes = panels(len(drawn), PER_LINE, TEXT_WIDTH, 1.7, sharex=True, sharey=True)
     epochs = [e["epoch"] for e in evaluations]
     values = [e["prior_precision"][name] for e in evaluations for _, lines in drawn for name, *_ in lines]

@@ -25,7 +25,7 @@ from ella_cuda.experiments.error_bars import by_last_layer, described
 from ella_cuda.experiments.networks import build_network, load_weights, require_network
 from ella_cuda.experiments.predictions import threshold
 from ella_cuda.experiments.run import _on_training_images
-from ella_cuda.reports.text import error_bars_note
+from ella_cuda.reports.text import doubt_of_order, error_bars_note
 from ella_cuda.run_folder import LAPLACE_FILE, read_predictions, read_summary, write_predictions
 
 SIZE, CLASSES = 8, ("blue", "green", "red ä")
@@ -212,6 +212,24 @@ def test_a_run_says_that_calibration_turned_its_error_bars_off(there):
     assert "not calibrated" in error_bars_note(described(la))
 
 
+def test_the_first_training_images_have_all_classes_in_proportion(there):
+    data = prepare_for(run_of(there)[1])
+    assert all(len(set(some.tolist())) == 3 for some in data.train_labels.split(3))
+    assert all(
+        CLASSES[label] == data.names[i].split("/")[0]
+        for label, i in zip(data.train_labels, data.train_ids, strict=True)
+    )
+
+
+def test_where_leaving_one_out_and_the_evidence_disagree_it_is_said():
+    rows = [
+        {"model": "a", "nll_leave_one_out": 0.5},
+        {"model": "b", "nll_leave_one_out": 0.4},
+        {"model": "c", "nll_leave_one_out": None},
+    ]
+    assert "puts b first" in doubt_of_order(rows) and doubt_of_order(rows[1:]) == doubt_of_order(rows[2:]) == ""
+
+
 def test_labels_that_all_others_contradict_come_first(there):
     folder, config = run_of(there)
     run = load_run(folder, model=config.model)
@@ -281,7 +299,7 @@ def test_networks_side_by_side_without_a_split(there, capsys):
     assert [page.index(f'href="{quote(row["run"])}/') for row in order] == sorted(
         page.index(f'href="{quote(row["run"])}/') for row in order
     )
-    assert "no image was set apart" in page and all(f"<td>{row['nll_leave_one_out']:.3f}</td>" in page for row in order)
+    assert "best by the evidence" in page and all(f"<td>{row['nll_leave_one_out']:.3f}</td>" in page for row in order)
 
 
 WALK = """

@@ -44,6 +44,7 @@ from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files, write_file
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.leave_one_out import affordable
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
 from ella_cuda.run_folder import (
@@ -88,7 +89,7 @@ def prepare(
     if data in SOURCES:
         dataset = load(data, data_dir, download)
     else:
-        dataset = folder(data, image_size, split, seed=data_seed, skip_unreadable=skip_unreadable)
+        dataset = _in_proportion(folder(data, image_size, split, seed=data_seed, skip_unreadable=skip_unreadable))
     if holdout_fraction is not None:
         dataset = holdout(dataset, holdout_fraction, data_seed)
     if train_size is not None:
@@ -98,6 +99,14 @@ def prepare(
     made = normalize(make_task(dataset, task, image_size, data_seed))
     sources = (dataset.train_images, dataset.train_ids, dataset.test_images, dataset.test_ids)
     return dataclasses.replace(made, digest=tensors_digest(*sources, made.train_labels, made.test_labels))
+
+
+def _in_proportion(dataset: Dataset) -> Dataset:
+    """The data set with its training images in an order whose every beginning has the classes in proportion: what is chosen by the first of
+    them is not chosen by one class."""
+    order = stratified_order(dataset.train_labels, dataset.train_ids, 0, "training order")
+    names = [f"train_{kind}" for kind in ("images", "labels", "ids")]
+    return dataclasses.replace(dataset, **{name: getattr(dataset, name)[order] for name in names})
 
 
 def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool = False) -> Dataset:
@@ -179,7 +188,8 @@ def run_one(
         holdout). In a grid's folder it has the ``digest`` of all but the seconds too. Where they are learned, ``augmentation``: amounts by
         generator. A network that averages over copies is evaluated on those of the last fit.
 
-        Where there are no images but the training ones, ``nll_leave_one_out`` (nats; None where a leverage is 1 or more).
+        Of images of one's own, ``nll_leave_one_out`` of the training images, of large networks fewer (nats; None where a leverage is 1 or
+        more, or without error bars).
 
         ``error_bars``, where there are any: the ``layer`` that they are of, None of all; the ``factor`` of the learned precisions that
         calibration took; and whether they are ``off``, as it is the largest.
@@ -421,11 +431,13 @@ def _on_training_images(dataset: Dataset) -> Dataset:
 
 
 def _nll_leave_one_out(la: KronLaplace, dataset: Dataset, config: RunConfig, progress: bool) -> float | None:
-    """Mean over the training images, under the precisions that predictions take; None where a leverage is 1 or more."""
+    """Mean over the training images, or as many as are affordable, under the precisions that predictions take; None where a leverage is 1
+    or more."""
+    count = affordable(len(dataset.train_images), la.n_params * la.n_outputs**2)
     la = copy.copy(la)
     if la.predictive_prior_precision is not None:
         la.prior_precision = la.predictive_prior_precision
-    loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+    loader = TensorLoader(dataset.train_images[:count], dataset.train_labels[:count], config.evidence_batch_size)
     found = la.leave_one_out(loader, progress_bar=progress)
     return None if found.n_undefined else -float(found.log_density.mean())
 
@@ -490,7 +502,7 @@ def _row(
         found = own.get("predictive", own["plugin"])
         _keep_predictions(run_dir, config, dataset, where, found, posterior, learned)
     left_out = {} if posterior is None else {"error_bars": described(posterior)}
-    if where == "train":
+    if learned is not None:
         known = posterior is not None
         left_out["nll_leave_one_out"] = _nll_leave_one_out(posterior, dataset, config, progress) if known else None
     row = {

@@ -18,6 +18,7 @@ from ella_cuda.reports.text import (
     OBJECTIVE_TITLES,
     PATH_TITLES,
     counted,
+    doubt_of_order,
     duration,
     error_bars_note,
     network_title,
@@ -83,8 +84,8 @@ dl div{border:1px solid #c8c8c8;border-radius:.4rem;padding:.5rem .75rem}
 dt{font-size:.85rem;color:#4a4a4a}
 dd{margin:0;font-size:1.3rem;font-variant-numeric:tabular-nums}
 .scroll{overflow-x:auto;margin:.75rem 0;
-background:linear-gradient(90deg,#fff,#fff0) 0 0/2rem 100% local no-repeat,
-linear-gradient(270deg,#fff,#fff0) 100% 0/2rem 100% local no-repeat,
+background:linear-gradient(90deg,#fff 40%,#fff0) 0 0/2rem 100% local no-repeat,
+linear-gradient(270deg,#fff 40%,#fff0) 100% 0/2rem 100% local no-repeat,
 linear-gradient(90deg,#0003,#0000) 0 0/.75rem 100% no-repeat,linear-gradient(270deg,#0003,#0000) 100% 0/.75rem 100% no-repeat}
 .scroll:focus-visible,a:focus-visible,summary:focus-visible{outline:3px solid #0b4f9c;outline-offset:2px}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
@@ -102,8 +103,8 @@ figcaption{font-size:.9rem;color:#4a4a4a}
 .images figure{margin:0;overflow-wrap:anywhere}
 .images img{width:100%;height:auto;image-rendering:pixelated;border:1px solid #c8c8c8}
 .file{display:block;font-size:.8rem;color:#1b1b1b}
-@media(max-width:40rem){.scroll+figcaption::after{content:" (scrolls sideways)"}}
-pre{background:#f3f3f3;padding:.75rem;overflow-x:auto;margin:.75rem 0}
+@media(max-width:40rem){.runs th[scope=row]{min-width:9rem}.scroll+figcaption::after{content:" (scrolls sideways)"}}
+pre{background:#f3f3f3;padding:.75rem;margin:.75rem 0;white-space:pre-wrap;overflow-wrap:anywhere}
 """
 PAGE = Template(
     """<!DOCTYPE html>
@@ -163,7 +164,7 @@ def run_page(
     }
     about = (
         f"{network_title(row)}: {row['parameters']:,} parameters, trained by {OBJECTIVE_TITLES[row['objective']]} on "
-        f"{counted(row['train_size'], 'image')} of {row['data']} in {duration(row['seconds'])}, and evaluated on {row['evaluated_size']} "
+        f"{row['train_size']:,} images of {row['data']} in {duration(row['seconds'])}, and evaluated on {row['evaluated_size']:,} "
         f"{WHERE[row['evaluated_on']]}."
     )
     return _page(run_title(row), about, sections, _cards(row))
@@ -175,11 +176,14 @@ def overview_page(rows: Sequence[Mapping[str, Any]], count: int, out_dir: Path) 
     about = f"{len(rows)} of {counted(count, 'run')} finished."
     if len({(where := row["evaluated_on"], row["evaluated_size"]) for row in rows}) == 1:
         about += f" Predictions are of {rows[0]['evaluated_size']:,} {WHERE[where]}."
-    if len(rows) > 1 and all(
-        row.get("nll_leave_one_out") is not None for row in rows
-    ):  # all labels taught: the evidence compares
+    evidence = [row["neg_log_marginal_likelihood"] for row in rows]
+    if (
+        len(rows) > 1 and None not in evidence and all("nll_leave_one_out" in row for row in rows)
+    ):  # of images of one's own
         rows = sorted(rows, key=lambda row: row["neg_log_marginal_likelihood"])
-        about += " The best by the evidence, the least -log q/N, comes first: no image was set apart."
+        about += " The best by the evidence, the least -log q/N, comes first."
+        if doubt := doubt_of_order(rows):
+            about += f" {doubt[0].upper()}{doubt[1:]}."
     lines = [
         [
             f'<a href="{quote(row["run"])}/{REPORT_FILE}">{_text(run_title(row))}</a>',
@@ -277,7 +281,7 @@ def _learned(row: Mapping[str, Any], run_dir: Path) -> str:
     count = len(tensors) + len(row["other_parameters"])
     if row["objective"] == "evidence":
         text = (
-            f"The evidence of the {row['train_size']} training images chose {counted(count, 'prior precision')} (a weight decay for each "
+            f"The evidence of the {row['train_size']:,} training images chose {counted(count, 'prior precision')} (a weight decay for each "
             "parameter tensor, larger where the data need it less)"
         )
         text += ", and the amounts of the augmentation" if row.get("augmentation") else ""

@@ -20,11 +20,13 @@ from torchvision import models
 
 from ella_cuda import cli, experiments
 from ella_cuda.data import SOURCES
+from ella_cuda.data.labelled import image_files
 from ella_cuda.experiments import RunConfig, configure, load_run, prepare_for
-from ella_cuda.experiments.error_bars import by_last_layer, described
+from ella_cuda.experiments.error_bars import by_last_layer, described, of_last_layer
 from ella_cuda.experiments.networks import build_network, load_weights, require_network
 from ella_cuda.experiments.predictions import threshold
 from ella_cuda.experiments.run import _on_training_images
+from ella_cuda.laplace import KronLaplace
 from ella_cuda.reports.text import doubt_of_order, error_bars_note
 from ella_cuda.run_folder import LAPLACE_FILE, read_predictions, read_summary, write_predictions
 
@@ -42,6 +44,7 @@ def pair(in_channels, num_classes):
             return (x, x)
     return Pair(1, 1)
 """
+MODEL = ["--model", "own_networks:small"]
 SHORT = ("--image-size", str(SIZE), "--epochs", "2", "--jobs", "1", "--device", "cpu")
 
 
@@ -198,6 +201,102 @@ def test_large_networks_have_error_bars_of_the_last_layer_unless_told_otherwise(
     assert not by_last_layer(
         configure("digits", "digit", "f_fc", "map"), nn.Linear(10**4, 10**3), 10
     )  # the paper's networks
+
+
+@pytest.mark.parametrize(
+    "model, expected",
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)), ["0.weight", "0.bias"]),
+        (nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3).requires_grad_(False)), ["0.weight", "0.bias"]),
+        (nn.Sequential(nn.Conv2d(1, 3, 1), nn.Conv2d(3, 3, 1, bias=False), nn.Flatten()), ["1.weight"]),
+        (nn.Sequential(nn.LayerNorm(3)), ["0.weight", "0.bias"]),
+    ],
+)
+def test_the_last_layer_is_that_of_the_last_matrix_with_a_row_for_each_class(model, expected):
+    precision = torch.arange(1.0, 1 + len([p for p in model.parameters() if p.requires_grad]))
+    la = KronLaplace(model, "classification", prior_precision=precision)
+    found = of_last_layer(configure("/photos", "plain", "", "map", model="resnet18"), la, 3)
+    assert list(found.parameter_names) == expected and found.fisher == "exact"
+    known = dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True))
+    assert found.prior_precision.tolist() == [known[name] for name in expected]
+
+
+@pytest.mark.parametrize("content", [b"garbage", {"run": None}, {"run": None, "learned": "x"}])
+def test_factors_that_cannot_be_read_are_named_in_a_line(there, content):
+    folder, config = run_of(there)
+    spoiled = there / "spoiled"
+    shutil.copytree(folder, spoiled, dirs_exist_ok=True)
+    if isinstance(content, bytes):
+        (spoiled / LAPLACE_FILE).write_bytes(content)
+    else:
+        torch.save({**content, "run": config.name}, spoiled / LAPLACE_FILE)
+    with pytest.raises(ValueError, match="delete it to have the factors computed") as caught:
+        load_run(spoiled, model=config.model, fit=True)
+    shutil.rmtree(spoiled)
+    assert len(str(caught.value)) < 300
+
+
+def test_wrong_labels_need_the_images_that_the_run_learned_from(there):
+    folder, config = run_of(there)
+    run = load_run(folder, model=config.model)
+    run.predict(["new"])
+    run.learned = run.learned.clone()
+    run.learned[:2] += 1
+    with pytest.raises(ValueError, match="has 28 of the 30 images that the run"):
+        run.wrong_labels()
+
+
+def test_files_of_a_folder_that_are_no_images_by_their_names_are_counted(tmp_path):
+    for name in ("a.png", "b.gif", "c.gif", "notes.txt"):
+        (tmp_path / name).touch()
+    found = image_files([tmp_path, tmp_path / "b.gif"])
+    assert [Path(name).name for name in found.names] == ["a.png", "b.gif"]
+    assert found.notes == ["not read: files that are no images by their names (2 .gif, 1 .txt)"]
+
+
+def test_a_networks_augmentation_is_learned_from_a_folder_and_shown(there, capsys):
+    how = [
+        "--learn",
+        "augmentation",
+        "--generators",
+        "tx",
+        "rotation",
+        "--lr-aug",
+        "1",
+        "--image-size",
+        str(SIZE),
+        "--epochs",
+        "4",
+    ]
+    assert cli.main(["train", "photos/", *MODEL, *how, "--jobs", "1", "--device", "cpu", "--out", "turned"]) == 0
+    assert "becomes GroupNorm" in capsys.readouterr().out
+    (row,), ((config,), _) = read_summary("turned"), experiments.read_grid("turned")
+    assert set(row["augmentation"]) == {"tx", "rotation"} and all(
+        abs(v - 0.1) > 1e-3 for v in row["augmentation"].values()
+    )
+    folder = there / "turned" / config.name
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Learned augmentation" in page and "copies at the learned amounts" in page
+    run = load_run(folder, model=config.model)
+    kept, data = read_predictions(folder), prepare_for(config)
+    found = run.predict([there / "photos" / name for name in kept["names"]])
+    torch.testing.assert_close(
+        found.probabilities, torch.tensor(kept["probabilities"], dtype=torch.float64), rtol=1e-4, atol=1e-5
+    )
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in run.model.modules()) and len(data.test_images) == 6
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
+def test_networks_that_learn_an_augmentation_have_norms_of_single_images(name):
+    config = configure("/photos", "plain", "", "evidence", model=name, learn="augmentation")
+    net = build_network(config, 3, 4).train()
+    kinds = {type(m) for m in net.modules()}
+    assert nn.GroupNorm in kinds and not kinds & {nn.BatchNorm2d}
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        net.classifier = net.classifier.eval() if hasattr(net, "classifier") else nn.Identity()  # dropout
+        torch.testing.assert_close(net(x)[:1], net(x[:1]), rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_says_that_calibration_turned_its_error_bars_off(there):
@@ -448,9 +547,6 @@ def test_names_of_runs_are_one_part_of_a_path():
     assert RunConfig(**{**vars(config)}) == config
 
 
-MODEL = ["--model", "own_networks:small"]
-
-
 @pytest.mark.parametrize(
     "command, code, words",
     [
@@ -472,6 +568,10 @@ MODEL = ["--model", "own_networks:small"]
         (["predict", "run", "new", "--risk", "2", *MODEL], 2, "--risk must be above 0"),
         (["predict", "run", "new", "--csv", "none/out.csv", *MODEL], 2, "--csv must be a file in a folder"),
         (["predict", "new", "new", *MODEL], 1, "is not the folder of a run"),
+        (["predict", "nowhere", "new", *MODEL], 1, "it does not exist"),
+        (["predict", "run/report.html", "new", *MODEL], 1, "it is a file"),
+        (["evaluate", "run", "new", "--wrong-labels", "-1", *MODEL], 2, "--wrong-labels must be at least 0"),
+        (["train", "photos", "--error-bars", "lastlayer"], 2, "Did you mean last-layer?"),
         (["evaluate", "run", "other", *MODEL], 1, "knows no class 'a', 'b'"),
         (["evaluate", "run", "new", "--ood", "broken", *MODEL], 1, "1 of 1 images cannot be read"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ella_cuda.cli.common import DONE
+from ella_cuda.cli.common import DONE, UsageError
 from ella_cuda.cli.runs import add_run, asked_run, interactive
 from ella_cuda.data.labelled import labelled
 from ella_cuda.experiments.predictions import write_table
@@ -52,6 +52,8 @@ def add_evaluate(commands: Any) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    if args.wrong_labels < 0:
+        raise UsageError(f"--wrong-labels must be at least 0, got {args.wrong_labels}.")
     labelled(args.path)  # before what takes long
     run = asked_run(args)
     found, scores = run.evaluate(args.path, args.ood, skip_unreadable=args.skip_unreadable, progress=interactive())

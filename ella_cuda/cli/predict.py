@@ -51,6 +51,8 @@ def _predict(args: argparse.Namespace) -> int:
     asked = int((found.probability < limit).sum())
     out = sys.stdout if args.csv else sys.stderr
     print(f"{len(found.names)} images by {run.config.name}", file=out)
+    for note in found.notes:
+        print(note, file=out)
     if found.unreadable:
         print(f"{counted(len(found.unreadable), 'unreadable file')}, without a label: a person is asked", file=out)
     print(error_bars_note(run.error_bars), file=out)

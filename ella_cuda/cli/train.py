@@ -118,7 +118,12 @@ def say_data(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
         if recipe_of(config.data) == FOLDER:
             found = require_data(config, args.data_dir, bool(args.download))
     if found is not None:
-        print(f"{configs[0].data}:\n" + "\n".join(f"  {note}" for note in found.notes), flush=True)
+        notes = [*found.notes]
+        if any(config.model and config.learns_amounts for config in configs):
+            notes.append(
+                "BatchNorm of networks that learn an augmentation becomes GroupNorm: a batch's statistics would mix copies of images"
+            )
+        print(f"{configs[0].data}:\n" + "\n".join(f"  {note}" for note in notes), flush=True)
 
 
 def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dict[str, Any], out_dir: Path) -> None:
@@ -131,7 +136,7 @@ def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dic
             print(f"\nno -log q/N for {row['run']}: {reason}.")
         if (kept := out_dir / row["run"] / LAPLACE_FILE).exists():
             print(
-                f"\n{row['run']}: {error_bars_note(row['error_bars'])} ({LAPLACE_FILE}, {kept.stat().st_size / 1e6:.1f} MB)."
+                f"\n{row['run']}: {error_bars_note(row['error_bars'])} ({LAPLACE_FILE}, {kept.stat().st_size / 1e3:,.0f} kB)."
             )
     if any(ROTATED in options.get("ood", []) and ROTATED not in c.ood.split("+") for c in configs):
         tasks = dict.fromkeys(c.task for c in configs if ROTATED not in c.ood.split("+"))

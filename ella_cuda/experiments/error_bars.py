@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.leave_one_out import FACTORS
+from ella_cuda.run_folder import NETWORK
 
 LARGE = 5_000_000  # parameters times classes, above which an image takes a core about a second
 
@@ -22,11 +23,12 @@ def by_last_layer(config: RunConfig, model: nn.Module, num_classes: int) -> bool
 
 
 def of_last_layer(config: RunConfig, la: KronLaplace, num_classes: int) -> KronLaplace:
-    """The approximation of the last layer, not fitted, with the precisions that ``la`` has of it: the layer of the last tensor with a row
-    for each class, or where there is none of the last tensor."""
+    """The approximation of the last layer, not fitted, with the precisions that ``la`` has of it: the layer of the last matrix with a row
+    for each class; where there is none, of the last matrix, or the last tensor."""
     precisions = dict(zip(la.parameter_names, la.prior_precision.detach(), strict=True))
     tensors = dict(la.model.named_parameters())
-    named = [name for name in precisions if tensors[name].shape[0] == num_classes] or [*precisions]
+    matrices = [name for name in precisions if tensors[name].dim() > 1]
+    named = [name for name in matrices if len(tensors[name]) == num_classes] or matrices or [*precisions]
     layer = named[-1].rpartition(".")[0]
     names = [name for name in precisions if name.rpartition(".")[0] == layer]
     # All columns of a last layer's Hessian cost less than drawing one.
@@ -40,7 +42,7 @@ def described(la: KronLaplace) -> dict[str, object]:
     where there was none; and whether the error bars are ``off``, as it is the largest."""
     predictive = la.predictive_prior_precision
     factor = None if predictive is None else float((predictive / la.prior_precision.to(predictive)).mean())
-    layer = None if la.subset_of_weights == "all" else la.parameter_names[-1].rpartition(".")[0]
+    layer = None if la.subset_of_weights == "all" else la.parameter_names[-1].removeprefix(NETWORK).rpartition(".")[0]
     return {"layer": layer, "factor": factor, "off": factor is not None and factor > 0.99 * FACTORS[-1]}
 
 

@@ -238,10 +238,13 @@ def _with_factors(la: KronLaplace, run_dir: Path) -> Tensor | None:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["run"] != read_diary(run_dir)["run"]:
             raise ValueError(f"it is of the run {state['run']!r}")
-        learned = state["learned"].clone()
+        learned = state.get("learned")
+        if not isinstance(learned, Tensor):
+            raise ValueError("it does not say which images the run learned from")
         la.load_state_dict(state["laplace"])
-    except Exception as error:  # torch.load fails in many ways
-        raise damaged(path, error, "delete it to have the factors computed from the training data") from error
+    except Exception as error:  # torch.load fails in many ways, and its messages are long
+        why = error if isinstance(error, ValueError) else f"reading it raised {type(error).__name__}"
+        raise damaged(path, why, "delete it to have the factors computed from the training data") from error
     return learned
 
 
@@ -254,7 +257,8 @@ def _described(run_dir: Path) -> tuple[RunConfig, dict[str, Any], dict[str, Any]
         runs = sorted(p.parent.name for p in run_dir.glob(f"*/{CHECKPOINT_FILE}"))
         if (run_dir / CONFIG_FILE).exists() and runs:
             raise ValueError(f"{run_dir} holds several runs; name the folder of one: {', '.join(runs)}.") from error
-        raise ValueError(f"{run_dir} is not the folder of a run: it has no {DIARY_FILE}.") from error
+        lacks = "is a file" if run_dir.is_file() else f"has no {DIARY_FILE}" if run_dir.exists() else "does not exist"
+        raise ValueError(f"{run_dir} is not the folder of a run: it {lacks}.") from error
     try:
         numbers = {name: int(diary["network"][name]) for name in ("in_channels", "num_classes")}
         return RunConfig(**diary["config"]), numbers, diary["network"]

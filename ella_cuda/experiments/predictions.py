@@ -18,6 +18,7 @@ from ella_cuda import metrics
 from ella_cuda.data import TASKS, TensorLoader
 from ella_cuda.data.labelled import Labelled, image_files, labelled, read_images
 from ella_cuda.experiments.error_bars import marks
+from ella_cuda.experiments.examples import pixels
 from ella_cuda.experiments.run import prepare_for
 from ella_cuda.files import write_file
 from ella_cuda.modes import evaluation_mode
@@ -191,10 +192,12 @@ def wrong_labels(
 ) -> list[tuple[str, str, float]]:
     """See :meth:`ella_cuda.experiments.LoadedRun.wrong_labels`."""
     data = prepare_for(run.config, data_dir, download)
-    if len(data.train_images) != run.la.n_data:
+    there = marks(pixels(data.train_images, data.black, data.white))
+    if not torch.equal(there.sort().values, run.learned.sort().values):
+        same = int(torch.isin(run.learned, there).sum())
         raise ValueError(
-            f"{run.config.data} has {len(data.train_images)} training images, and the run {run.config.name} learned from {run.la.n_data}; put"
-            " back what was there."
+            f"{run.config.data} has {same} of the {len(run.learned)} images that the run {run.config.name} learned from, and {len(there)} "
+            "training images; put back what was there."
         )
     data = data.to(next(run.model.parameters()).device)
     loader = TensorLoader(data.train_images, data.train_labels, run.config.evidence_batch_size or BATCH)

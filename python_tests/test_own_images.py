@@ -4,7 +4,12 @@ import csv
 import dataclasses
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -15,10 +20,14 @@ from torchvision import models
 
 from ella_cuda import cli, experiments
 from ella_cuda.data import SOURCES
+from ella_cuda.data.labelled import image_files
 from ella_cuda.experiments import RunConfig, configure, load_run, prepare_for
+from ella_cuda.experiments.error_bars import by_last_layer, described, of_last_layer
 from ella_cuda.experiments.networks import build_network, load_weights, require_network
 from ella_cuda.experiments.predictions import threshold
 from ella_cuda.experiments.run import _on_training_images
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.reports.text import doubt_of_order, error_bars_note
 from ella_cuda.run_folder import LAPLACE_FILE, read_predictions, read_summary, write_predictions
 
 SIZE, CLASSES = 8, ("blue", "green", "red ä")
@@ -35,6 +44,7 @@ def pair(in_channels, num_classes):
             return (x, x)
     return Pair(1, 1)
 """
+MODEL = ["--model", "own_networks:small"]
 SHORT = ("--image-size", str(SIZE), "--epochs", "2", "--jobs", "1", "--device", "cpu")
 
 
@@ -79,7 +89,8 @@ def test_from_a_folder_of_images_to_a_table_of_answers(there, capsys):
     assert (row["data"], row["model"], row["objective"]) == ("photos", "own_networks:small", "evidence")
     assert (row["train_size"], row["evaluated_size"]) == (30, 6) and row["neg_log_marginal_likelihood"] > 0
     page = (run_of(there)[0] / "report.html").read_text(encoding="utf-8")
-    assert all(f"{name}: " in page for name in read_predictions(run_of(there)[0])["names"])
+    for name in read_predictions(run_of(there)[0])["names"]:
+        assert f'<span class="file">{name.replace("/", "/<wbr>")}</span>' in page
     assert page.count('class="picture"') == len([*run_of(there)[0].glob("*.png")])
     own = ["--model", "own_networks:small"]
     assert cli.main(["evaluate", "run", "new", "--ood", "photos", *own, "--wrong-labels", "2"]) == 0
@@ -133,6 +144,189 @@ def test_evaluation_counts_what_predictions_say(there):
     p = run.predict(["new"]).probabilities
     assert scores["accuracy"] == pytest.approx(100 * float((p.argmax(1) == labels).double().mean()))
     assert scores["nll"] == pytest.approx(-float(p[torch.arange(12), labels].log().mean()))
+
+
+def test_images_that_a_run_learned_from_are_known_under_other_names(there):
+    folder, config = run_of(there)
+    data = prepare_for(config)
+    for number, i in enumerate(data.train_ids[:5].tolist()):
+        name = data.names[i]
+        (there / "copies" / name.split("/")[0]).mkdir(parents=True, exist_ok=True)
+        shutil.copy(there / "photos" / name, there / "copies" / name.split("/")[0] / f"copy {number}.png")
+    shutil.copytree(there / "new", there / "copies", dirs_exist_ok=True)
+    found, _ = load_run(folder, model=config.model).evaluate("copies")
+    assert len(found.names) == 17 and [note for note in found.notes if "learned from 5 of these images" in note]
+
+
+@pytest.mark.parametrize("objective", ["evidence", "map"])
+def test_error_bars_of_the_last_layer_are_those_of_its_kronecker_posterior(there, objective, capsys):
+    how = ["--error-bars", "last-layer", "--objective", objective, "--out", objective]
+    assert cli.main(["train", "photos/", "--model", "own_networks:small", *SHORT, *how]) == 0
+    assert "error bars of the last layer, 5, calibrated to" in capsys.readouterr().out
+    ((config,), (row,)) = experiments.read_grid(objective)[0], read_summary(objective)
+    run = load_run(f"{objective}/{config.name}", model=config.model)
+    found = run.predict(["new"])
+    data, net = prepare_for(config), run.model.double()
+    with torch.no_grad():
+        seen, p = net[:-1](data.train_images.double()), net(data.train_images.double()).softmax(1)
+        pixels = np.stack([np.array(Image.open(name).resize((SIZE, SIZE), Image.BILINEAR)) for name in found.names])
+        x = (
+            run.black[:, None, None]
+            + (run.white - run.black)[:, None, None] * torch.tensor(pixels).permute(0, 3, 1, 2) / 255
+        )
+        new, logits = net[:-1](x.double()), net(x.double())
+    hessian = (torch.diag_embed(p) - p[:, :, None] * p[:, None]).sum(0)
+    history = json.loads((there / objective / config.name / "history.json").read_text())["evaluations"]
+    learned = history[-1]["prior_precision"]
+    of = {name: row["error_bars"]["factor"] * learned[name] for name in ("5.weight", "5.bias")}
+    weight = torch.kron(seen.T @ seen / len(seen), hessian) + of["5.weight"] * torch.eye(48)
+    bias = torch.linalg.inv(hessian + of["5.bias"] * torch.eye(3)).diag()
+    jacobian = torch.einsum("nd,kj->nkdj", new, torch.eye(3, dtype=torch.float64)).flatten(2)
+    variance = (jacobian * torch.linalg.solve(weight, jacobian.mT).mT).sum(2) + bias
+    assert row["error_bars"]["layer"] == "5" and variance.max() > 1e-6
+    expected = (logits / (1 + math.pi / 8 * variance).sqrt()).softmax(1)
+    torch.testing.assert_close(found.probabilities, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_large_networks_have_error_bars_of_the_last_layer_unless_told_otherwise():
+    def chosen(model, **how):
+        config = configure("/photos", "plain", "", "map", model=model, **how)
+        return by_last_layer(config, build_network(config, 3, 10), 10)
+
+    with torch.device("meta"):
+        assert chosen("resnet18") and not chosen("resnet18", error_bars="all")
+        assert not chosen("shufflenet_v2_x0_5", error_bars="all") and chosen(
+            "shufflenet_v2_x0_5", error_bars="last-layer"
+        )
+    assert not by_last_layer(
+        configure("digits", "digit", "f_fc", "map"), nn.Linear(10**4, 10**3), 10
+    )  # the paper's networks
+
+
+@pytest.mark.parametrize(
+    "model, expected",
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)), ["0.weight", "0.bias"]),
+        (nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3).requires_grad_(False)), ["0.weight", "0.bias"]),
+        (nn.Sequential(nn.Conv2d(1, 3, 1), nn.Conv2d(3, 3, 1, bias=False), nn.Flatten()), ["1.weight"]),
+        (nn.Sequential(nn.LayerNorm(3)), ["0.weight", "0.bias"]),
+    ],
+)
+def test_the_last_layer_is_that_of_the_last_matrix_with_a_row_for_each_class(model, expected):
+    precision = torch.arange(1.0, 1 + len([p for p in model.parameters() if p.requires_grad]))
+    la = KronLaplace(model, "classification", prior_precision=precision)
+    found = of_last_layer(configure("/photos", "plain", "", "map", model="resnet18"), la, 3)
+    assert list(found.parameter_names) == expected and found.fisher == "exact"
+    known = dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True))
+    assert found.prior_precision.tolist() == [known[name] for name in expected]
+
+
+@pytest.mark.parametrize("content", [b"garbage", {"run": None}, {"run": None, "learned": "x"}])
+def test_factors_that_cannot_be_read_are_named_in_a_line(there, content):
+    folder, config = run_of(there)
+    spoiled = there / "spoiled"
+    shutil.copytree(folder, spoiled, dirs_exist_ok=True)
+    if isinstance(content, bytes):
+        (spoiled / LAPLACE_FILE).write_bytes(content)
+    else:
+        torch.save({**content, "run": config.name}, spoiled / LAPLACE_FILE)
+    with pytest.raises(ValueError, match="delete it to have the factors computed") as caught:
+        load_run(spoiled, model=config.model, fit=True)
+    shutil.rmtree(spoiled)
+    assert len(str(caught.value)) < 300
+
+
+def test_wrong_labels_need_the_images_that_the_run_learned_from(there):
+    folder, config = run_of(there)
+    run = load_run(folder, model=config.model)
+    run.predict(["new"])
+    run.learned = run.learned.clone()
+    run.learned[:2] += 1
+    with pytest.raises(ValueError, match="has 28 of the 30 images that the run"):
+        run.wrong_labels()
+
+
+def test_files_of_a_folder_that_are_no_images_by_their_names_are_counted(tmp_path):
+    for name in ("a.png", "b.gif", "c.gif", "notes.txt"):
+        (tmp_path / name).touch()
+    found = image_files([tmp_path, tmp_path / "b.gif"])
+    assert [Path(name).name for name in found.names] == ["a.png", "b.gif"]
+    assert found.notes == ["not read: files that are no images by their names (2 .gif, 1 .txt)"]
+
+
+def test_a_networks_augmentation_is_learned_from_a_folder_and_shown(there, capsys):
+    how = [
+        "--learn",
+        "augmentation",
+        "--generators",
+        "tx",
+        "rotation",
+        "--lr-aug",
+        "1",
+        "--image-size",
+        str(SIZE),
+        "--epochs",
+        "4",
+    ]
+    assert cli.main(["train", "photos/", *MODEL, *how, "--jobs", "1", "--device", "cpu", "--out", "turned"]) == 0
+    assert "becomes GroupNorm" in capsys.readouterr().out
+    (row,), ((config,), _) = read_summary("turned"), experiments.read_grid("turned")
+    assert set(row["augmentation"]) == {"tx", "rotation"} and all(
+        abs(v - 0.1) > 1e-3 for v in row["augmentation"].values()
+    )
+    folder = there / "turned" / config.name
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Learned augmentation" in page and "copies at the learned amounts" in page
+    run = load_run(folder, model=config.model)
+    kept, data = read_predictions(folder), prepare_for(config)
+    found = run.predict([there / "photos" / name for name in kept["names"]])
+    torch.testing.assert_close(
+        found.probabilities, torch.tensor(kept["probabilities"], dtype=torch.float64), rtol=1e-4, atol=1e-5
+    )
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in run.model.modules()) and len(data.test_images) == 6
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
+def test_networks_that_learn_an_augmentation_have_norms_of_single_images(name):
+    config = configure("/photos", "plain", "", "evidence", model=name, learn="augmentation")
+    net = build_network(config, 3, 4).train()
+    kinds = {type(m) for m in net.modules()}
+    assert nn.GroupNorm in kinds and not kinds & {nn.BatchNorm2d}
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        net.classifier = net.classifier.eval() if hasattr(net, "classifier") else nn.Identity()  # dropout
+        torch.testing.assert_close(net(x)[:1], net(x[:1]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_says_that_calibration_turned_its_error_bars_off(there):
+    folder, config = run_of(there)
+    la = load_run(folder, model=config.model, fit=True).la
+    assert "calibrated to" in error_bars_note(described(la)) and "all layers" in error_bars_note(described(la))
+    la.predictive_prior_precision = 1e7 * la.prior_precision
+    assert described(la)["off"] and "turned off by calibration, which took 10,000,000 times" in error_bars_note(
+        described(la)
+    )
+    la.predictive_prior_precision = None
+    assert "not calibrated" in error_bars_note(described(la))
+
+
+def test_the_first_training_images_have_all_classes_in_proportion(there):
+    data = prepare_for(run_of(there)[1])
+    assert all(len(set(some.tolist())) == 3 for some in data.train_labels.split(3))
+    assert all(
+        CLASSES[label] == data.names[i].split("/")[0]
+        for label, i in zip(data.train_labels, data.train_ids, strict=True)
+    )
+
+
+def test_where_leaving_one_out_and_the_evidence_disagree_it_is_said():
+    rows = [
+        {"model": "a", "nll_leave_one_out": 0.5},
+        {"model": "b", "nll_leave_one_out": 0.4},
+        {"model": "c", "nll_leave_one_out": None},
+    ]
+    assert "puts b first" in doubt_of_order(rows) and doubt_of_order(rows[1:]) == doubt_of_order(rows[2:]) == ""
 
 
 def test_labels_that_all_others_contradict_come_first(there):
@@ -198,6 +392,48 @@ def test_networks_side_by_side_without_a_split(there, capsys):
         loaded.la.prior_precision = loaded.la.predictive_prior_precision
         found = loaded.la.leave_one_out([(data.train_images, data.train_labels)])
         assert row["nll_leave_one_out"] == pytest.approx(-float(found.log_density.mean()), rel=1e-4)
+
+    page = Path("compared/report.html").read_text(encoding="utf-8")
+    order = sorted(rows.values(), key=lambda row: row["neg_log_marginal_likelihood"])
+    assert [page.index(f'href="{quote(row["run"])}/') for row in order] == sorted(
+        page.index(f'href="{quote(row["run"])}/') for row in order
+    )
+    assert "best by the evidence" in page and all(f"<td>{row['nll_leave_one_out']:.3f}</td>" in page for row in order)
+
+
+WALK = """
+set -e
+ella() { python -m ella_cuda.cli "$@"; }
+ella check --device cpu
+ella train "my photos" --model own_networks:small --image-size 8 --epochs 2 --device cpu --jobs 1 --out run
+ella evaluate run new --ood other --model own_networks:small
+ella predict run new/*/*.png --model own_networks:small --csv out.csv
+ella compare "my photos" --model own_networks:small own_networks:linear --image-size 8 --epochs 2 --device cpu --jobs 1 --out compared
+ella report run
+"""
+
+
+def test_a_person_walks_from_a_folder_to_answers_in_a_shell(tmp_path):
+    write_photos(tmp_path / "my photos")
+    write_photos(tmp_path / "new", seed=1, count=3)
+    (tmp_path / "other").mkdir()
+    Image.effect_noise((8, 8), 90).save(tmp_path / "other" / "noise.png")
+    (tmp_path / "own_networks.py").write_text(NETWORKS)
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    places = {
+        "PATH": path,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), *map(os.path.abspath, sys.path)])),
+    }
+    done = subprocess.run(
+        ["bash", "-c", WALK], cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for said in ("checks ok, CPU:", "36 images of 3 classes", "AURC", "ask a person about", "leave-one-out NLL, nats"):
+        assert said in done.stdout
+    with (tmp_path / "out.csv").open(encoding="utf-8", newline="") as file:
+        answers = list(csv.DictReader(file))
+    assert [answer["file"] for answer in answers] == [f"new/{c}/{i}.png" for c in CLASSES for i in range(3)]
+    assert {answer["label"] for answer in answers} <= {*CLASSES} and (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.parametrize("data", [*SOURCES, "/photos"])
@@ -311,9 +547,6 @@ def test_names_of_runs_are_one_part_of_a_path():
     assert RunConfig(**{**vars(config)}) == config
 
 
-MODEL = ["--model", "own_networks:small"]
-
-
 @pytest.mark.parametrize(
     "command, code, words",
     [
@@ -335,6 +568,10 @@ MODEL = ["--model", "own_networks:small"]
         (["predict", "run", "new", "--risk", "2", *MODEL], 2, "--risk must be above 0"),
         (["predict", "run", "new", "--csv", "none/out.csv", *MODEL], 2, "--csv must be a file in a folder"),
         (["predict", "new", "new", *MODEL], 1, "is not the folder of a run"),
+        (["predict", "nowhere", "new", *MODEL], 1, "it does not exist"),
+        (["predict", "run/report.html", "new", *MODEL], 1, "it is a file"),
+        (["evaluate", "run", "new", "--wrong-labels", "-1", *MODEL], 2, "--wrong-labels must be at least 0"),
+        (["train", "photos", "--error-bars", "lastlayer"], 2, "Did you mean last-layer?"),
         (["evaluate", "run", "other", *MODEL], 1, "knows no class 'a', 'b'"),
         (["evaluate", "run", "new", "--ood", "broken", *MODEL], 1, "1 of 1 images cannot be read"),
     ],

@@ -11,7 +11,7 @@ from ella_cuda.cli.grid import add_attributes, add_session, do_runs, results_fol
 from ella_cuda.cli.train import add_path, asked, grid, say_data
 from ella_cuda.experiments.hyperparameters import data_title
 from ella_cuda.experiments.predictions import write_table
-from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, network_title, number
+from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, doubt_of_order, network_title, number
 
 FILE = "compare.csv"
 NUMBERS = {  # of a row: title of the column
@@ -64,5 +64,7 @@ def _compare(args: argparse.Namespace) -> int:
     write_table(
         out_dir / FILE, [head, *([*name, *(row.get(k) for k in keys)] for name, row in zip(names, rows, strict=True))]
     )
+    if doubt := doubt_of_order(rows):
+        print(f"\n{doubt}.")
     say_written(out_dir)
     return DONE

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ella_cuda.cli.common import DONE
+from ella_cuda.cli.common import DONE, UsageError
 from ella_cuda.cli.runs import add_run, asked_run, interactive
 from ella_cuda.data.labelled import labelled
 from ella_cuda.experiments.predictions import write_table
-from ella_cuda.reports.text import columns
+from ella_cuda.reports.text import columns, error_bars_note
 
 SHOWN = 10
 TITLES = {
@@ -52,12 +52,14 @@ def add_evaluate(commands: Any) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    if args.wrong_labels < 0:
+        raise UsageError(f"--wrong-labels must be at least 0, got {args.wrong_labels}.")
     labelled(args.path)  # before what takes long
     run = asked_run(args)
     found, scores = run.evaluate(args.path, args.ood, skip_unreadable=args.skip_unreadable, progress=interactive())
     print(f"{run.config.name} on {args.path}")
     print(columns([[title, style.format(scores[key])] for key, (title, style) in TITLES.items() if key in scores]))
-    for note in found.notes:
+    for note in (error_bars_note(run.error_bars), *found.notes):
         print(note)
     labels = [found.class_names[i] for i in found.labels.tolist()]
     own = found.probabilities.gather(1, found.labels[:, None])[:, 0].tolist()

@@ -10,7 +10,7 @@ from typing import Any
 from ella_cuda.cli.common import DONE, UsageError
 from ella_cuda.cli.runs import add_run, asked_run, interactive
 from ella_cuda.data.labelled import image_files
-from ella_cuda.reports.text import counted
+from ella_cuda.reports.text import counted, error_bars_note
 
 RISK = 0.05
 
@@ -51,8 +51,11 @@ def _predict(args: argparse.Namespace) -> int:
     asked = int((found.probability < limit).sum())
     out = sys.stdout if args.csv else sys.stderr
     print(f"{len(found.names)} images by {run.config.name}", file=out)
+    for note in found.notes:
+        print(note, file=out)
     if found.unreadable:
         print(f"{counted(len(found.unreadable), 'unreadable file')}, without a label: a person is asked", file=out)
+    print(error_bars_note(run.error_bars), file=out)
     print(f"ask a person about {asked}: {why}", file=out)
     if args.csv:
         print(f"written to {args.csv}")

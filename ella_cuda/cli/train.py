@@ -37,7 +37,8 @@ from ella_cuda.experiments.hyperparameters import FOLDER, ROTATED, as_data, can_
 from ella_cuda.files import write_file
 from ella_cuda.reports import layer_table
 from ella_cuda.reports.results import learned, run_tables
-from ella_cuda.reports.text import layer_title
+from ella_cuda.reports.text import error_bars_note, layer_title
+from ella_cuda.run_folder import LAPLACE_FILE
 from ella_cuda.training.learners import WORDS
 
 
@@ -117,7 +118,12 @@ def say_data(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
         if recipe_of(config.data) == FOLDER:
             found = require_data(config, args.data_dir, bool(args.download))
     if found is not None:
-        print(f"{configs[0].data}:\n" + "\n".join(f"  {note}" for note in found.notes), flush=True)
+        notes = [*found.notes]
+        if any(config.model and config.learns_amounts for config in configs):
+            notes.append(
+                "BatchNorm of networks that learn an augmentation becomes GroupNorm: a batch's statistics would mix copies of images"
+            )
+        print(f"{configs[0].data}:\n" + "\n".join(f"  {note}" for note in notes), flush=True)
 
 
 def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dict[str, Any], out_dir: Path) -> None:
@@ -128,6 +134,10 @@ def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dic
     for row in rows:
         if reason := row.get("neg_log_marginal_likelihood_reason"):
             print(f"\nno -log q/N for {row['run']}: {reason}.")
+        if (kept := out_dir / row["run"] / LAPLACE_FILE).exists():
+            print(
+                f"\n{row['run']}: {error_bars_note(row['error_bars'])} ({LAPLACE_FILE}, {kept.stat().st_size / 1e3:,.0f} kB)."
+            )
     if any(ROTATED in options.get("ood", []) and ROTATED not in c.ood.split("+") for c in configs):
         tasks = dict.fromkeys(c.task for c in configs if ROTATED not in c.ood.split("+"))
         print(f"\nnot rotated: task {', '.join(tasks)}, whose labels say where things are.")

@@ -178,13 +178,16 @@ def image_files(paths: Iterable[str | os.PathLike[str]]) -> Labelled:
         FileNotFoundError: a path is not there. ValueError: there is no image, or a folder cannot be read.
     """
     given = [Path(path) for path in paths]
-    found = Labelled(given[0] if len(given) == 1 else Path("the files"))
+    found, others = Labelled(given[0] if len(given) == 1 else Path("the files")), Counter[str]()
     for path in given:
         if not os.path.lexists(path):
             raise FileNotFoundError(f"{path} does not exist; name files of images, or folders of them.")
-        inside = [f for f in _files(path) if f.suffix.lower() in _endings()] if path.is_dir() else [path]
-        for file in inside:
-            found.add(str(file), "", "", file)
+        for file in _files(path) if path.is_dir() else [path]:
+            if file == path or file.suffix.lower() in _endings():
+                found.add(str(file), "", "", file)
+            else:
+                others[file.suffix.lower() or file.name] += 1
+    found.notes += _others(others)
     if not found.names:
         raise ValueError(f"{', '.join(map(str, given[:SHOWN]))}: no images there (of {', '.join(_endings())}).")
     return found
@@ -221,9 +224,7 @@ def _of_folder(path: Path) -> Labelled:
                 raise ValueError(
                     f"{root / name} holds no images (of {', '.join(_endings())}); remove the folder, or put its class' images there."
                 )
-    if others:
-        what = ", ".join(f"{count} {ending}" for ending, count in others.most_common(SHOWN))
-        found.notes.append(f"not read: files that are no images by their names ({what})")
+    found.notes += _others(others)
     if not found.names:
         loose = sum(file.suffix.lower() in _endings() for file in _files(path))
         has = f"{loose} images and no folders" if loose else "no folders"
@@ -231,6 +232,12 @@ def _of_folder(path: Path) -> Labelled:
             f"{path} holds {has}; it must have a folder of images for each class, or name a .csv of paths and labels."
         )
     return found
+
+
+def _others(counts: Counter[str]) -> list[str]:
+    """A note of files by their endings that are not read, where there are any."""
+    what = ", ".join(f"{count} {ending}" for ending, count in counts.most_common(SHOWN))
+    return [f"not read: files that are no images by their names ({what})"] if what else []
 
 
 def _endings() -> tuple[str, ...]:

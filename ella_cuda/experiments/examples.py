@@ -98,13 +98,18 @@ def _shown(dataset: Dataset, number: Tensor, image: Tensor, label: Tensor, predi
     return {**name, "label": int(label), "predicted": int(predicted)}
 
 
+def pixels(images: Tensor, black: Tensor, white: Tensor) -> Tensor:
+    """Images ``(..., C, H, W)``, of pixels that are ``black`` and ``white`` ``(C,)`` at their ends, as uint8 on the CPU."""
+    scale = (white - black)[:, None, None]
+    return (255 * (images - black[:, None, None]) / scale).round().clamp(0, 255).byte().cpu()
+
+
 def thumbnail(image: Tensor, black: Tensor, white: Tensor) -> str:
     """An image ``(C, H, W)`` as a PNG in base64, grey unless C is 3, of pixels that are ``black`` and ``white`` ``(C,)`` at their ends."""
     from PIL import Image
 
-    scale = (white - black)[:, None, None]
-    pixels = (255 * (image - black[:, None, None]) / scale).round().clamp(0, 255).byte().cpu()
-    array = pixels.permute(1, 2, 0).numpy() if len(pixels) == 3 else pixels[0].numpy()
+    found = pixels(image, black, white)
+    array = found.permute(1, 2, 0).numpy() if len(found) == 3 else found[0].numpy()
     file = io.BytesIO()
     Image.fromarray(array).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()

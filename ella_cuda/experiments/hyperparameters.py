@@ -27,6 +27,7 @@ from ella_cuda.training.learners import HYPER_OPTIMIZERS, STEP_LIMIT, WORDS, lea
 
 OBJECTIVES = tuple(OBJECTIVE_TITLES)  # in the order of the tables
 CALIBRATIONS = ("leave-one-out", "folds", "none")
+ERROR_BARS = ("auto", "all", "last-layer")
 RESTARTS = ("none", "evidence")  # of the learning rate
 TOGETHER = sorted(word for word, learner in WORDS.items() if not learner.alone)
 # What the evidence learns beside the precisions: words joined by "+", as paths are.
@@ -397,6 +398,12 @@ class EvaluationConfig:
         choices=CALIBRATIONS,
         help="what chooses the precisions of predictions: each training image left out, in closed form; two more networks, trained on a half "
         "of the images each, which are better where the softmax is too sure; or nothing, for the learned ones",
+    )
+    error_bars: str = setting(
+        "auto",
+        choices=ERROR_BARS,
+        help="the weights whose uncertainty predictions show: all, or the last layer's, of which an image takes milliseconds in any network; "
+        "auto: the last layer's of networks of --model with more than 5 million parameters times classes",
     )
     ood_size: int = setting(2000, help="images of each of --ood, at most, classes in proportion")
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ella_cuda.data import TensorLoader
 from ella_cuda.experiments.device import resolve_device
+from ella_cuda.experiments.error_bars import by_last_layer, described, marks, of_last_layer
+from ella_cuda.experiments.examples import pixels
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
 from ella_cuda.experiments.networks import build_network, runs_code
 from ella_cuda.experiments.predictions import Predictions, evaluate_on, predict, threshold, wrong_labels
@@ -37,7 +39,8 @@ ADVICE = "do the run again"
 
 class _Loaded(NamedTuple):
     model: nn.Module  # in evaluation mode
-    la: KronLaplace  # of the model, with the run's prior precisions; fitted if asked for, at a finished run's copies
+    # Of all layers or of the last, with the run's prior precisions; fitted if asked for, at a finished run's copies.
+    la: KronLaplace
     config: RunConfig
     epoch: int  # epochs done: config.epochs in a finished run
 
@@ -49,12 +52,20 @@ class LoadedRun(_Loaded):
         class_names: of the classes; their numbers where they have no names.
         black: ``(C,)``, what the network takes for a pixel that is 0; None in runs of earlier versions. white: and for one that is 1.
         run_dir: the run's folder.
+        learned: ``(N,)``, of each training image :func:`ella_cuda.experiments.error_bars.marks`; None before the factors are there.
     """
 
     class_names: tuple[str, ...] = ()
     black: Tensor | None = None
     white: Tensor | None = None
     run_dir: Path | None = None
+    learned: Tensor | None = None
+
+    @property
+    def error_bars(self) -> dict[str, Any]:
+        """Whose error bars predictions have, and what calibration made of them: the row's entry, see :func:`run_one`."""
+        self._need_factors()
+        return described(self.la)
 
     def predict(
         self, files: Iterable[str | os.PathLike[str]], *, skip_unreadable: bool = False, progress: bool = False
@@ -126,7 +137,9 @@ class LoadedRun(_Loaded):
         return threshold(self.run_dir, risk)
 
     def _need_factors(self) -> None:
-        if not self.la.n_data and not _with_factors(self.la, self.run_dir):
+        if not self.la.n_data:
+            self.learned = _with_factors(self.la, self.run_dir)
+        if not self.la.n_data:
             raise RuntimeError(f"the run {self.config.name} keeps no factors for predictions; load it with fit=True.")
 
 
@@ -191,8 +204,12 @@ def load_run(
         )
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise damaged(path, error, ADVICE) from error
-    if fit and not _with_factors(la, run_dir):
+    if by_last_layer(config, net, network["num_classes"]):
+        la = of_last_layer(config, la, network["num_classes"])
+    learned = _with_factors(la, run_dir) if fit else None
+    if fit and not la.n_data:
         data = prepare_for(config, data_dir, download).to(target)
+        learned = marks(pixels(data.train_images, data.black, data.white))
         draws = None
         if (run_dir / SAMPLES_FILE).exists():
             draws = torch.tensor(read_samples(run_dir)["draws"], device=target)
@@ -208,23 +225,27 @@ def load_run(
     run = LoadedRun(net, la, config, state["epoch"])
     run.class_names = tuple(known.get("class_names") or map(str, range(network["num_classes"])))
     run.black, run.white = (torch.tensor(known[k], device=target) if k in known else None for k in ("black", "white"))
-    run.run_dir = run_dir
+    run.run_dir, run.learned = run_dir, learned
     return run
 
 
-def _with_factors(la: KronLaplace, run_dir: Path) -> bool:
-    """Whether the run keeps factors, which la has then."""
+def _with_factors(la: KronLaplace, run_dir: Path) -> Tensor | None:
+    """The marks of the images that the run learned from, and la has the factors that it keeps; None where it keeps none."""
     path = run_dir / LAPLACE_FILE
     if not path.exists():
-        return False
+        return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["run"] != read_diary(run_dir)["run"]:
             raise ValueError(f"it is of the run {state['run']!r}")
+        learned = state.get("learned")
+        if not isinstance(learned, Tensor):
+            raise ValueError("it does not say which images the run learned from")
         la.load_state_dict(state["laplace"])
-    except Exception as error:  # torch.load fails in many ways
-        raise damaged(path, error, "delete it to have the factors computed from the training data") from error
-    return True
+    except Exception as error:  # torch.load fails in many ways, and its messages are long
+        why = error if isinstance(error, ValueError) else f"reading it raised {type(error).__name__}"
+        raise damaged(path, why, "delete it to have the factors computed from the training data") from error
+    return learned
 
 
 def _described(run_dir: Path) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
@@ -236,7 +257,8 @@ def _described(run_dir: Path) -> tuple[RunConfig, dict[str, Any], dict[str, Any]
         runs = sorted(p.parent.name for p in run_dir.glob(f"*/{CHECKPOINT_FILE}"))
         if (run_dir / CONFIG_FILE).exists() and runs:
             raise ValueError(f"{run_dir} holds several runs; name the folder of one: {', '.join(runs)}.") from error
-        raise ValueError(f"{run_dir} is not the folder of a run: it has no {DIARY_FILE}.") from error
+        lacks = "is a file" if run_dir.is_file() else f"has no {DIARY_FILE}" if run_dir.exists() else "does not exist"
+        raise ValueError(f"{run_dir} is not the folder of a run: it {lacks}.") from error
     try:
         numbers = {name: int(diary["network"][name]) for name in ("in_channels", "num_classes")}
         return RunConfig(**diary["config"]), numbers, diary["network"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,8 @@ TIMM = "timm:"
 
 
 def build_network(config: RunConfig, in_channels: int, num_classes: int) -> nn.Module:
-    """A run's network with weights drawn from torch's global generator, on the CPU; the data say the two numbers.
+    """A run's network with weights drawn from torch's global generator, on the CPU; the data say the two numbers. One by name that learns an
+    augmentation has GroupNorm in the place of BatchNorm, whose statistics of a batch would mix the copies of its images.
 
     Raises:
         ValueError: no network of that name, or one that does not take such images.
@@ -33,6 +35,16 @@ def build_network(config: RunConfig, in_channels: int, num_classes: int) -> nn.M
     network = _named(config.model, in_channels, num_classes)
     if not isinstance(network, nn.Module):
         raise ValueError(f"model {config.model} must give a torch.nn.Module, got a {type(network).__name__}.")
+    return _with_group_norms(network) if config.learns_amounts else network
+
+
+def _with_group_norms(network: nn.Module) -> nn.Module:
+    """The network with a GroupNorm of at most 32 groups for each of torch's own BatchNorms."""
+    for parent in [*network.modules()]:
+        for name, norm in parent.named_children():
+            if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+                count = norm.num_features
+                setattr(parent, name, nn.GroupNorm(math.gcd(32, count), count, norm.eps, norm.affine))
     return network
 
 

@@ -17,6 +17,8 @@ from tqdm.auto import tqdm
 from ella_cuda import metrics
 from ella_cuda.data import TASKS, TensorLoader
 from ella_cuda.data.labelled import Labelled, image_files, labelled, read_images
+from ella_cuda.experiments.error_bars import marks
+from ella_cuda.experiments.examples import pixels
 from ella_cuda.experiments.run import prepare_for
 from ella_cuda.files import write_file
 from ella_cuda.modes import evaluation_mode
@@ -154,16 +156,16 @@ def evaluate_on(
     found = labelled(path)
     if "test" in found.parts:
         found = found.only([part == "test" for part in found.parts])
-    elif os.path.isabs(run.config.data) and os.path.exists(run.config.data) and os.path.samefile(path, run.config.data):
-        found.notes.append(
-            f"warning: the run learned from {run.la.n_data} of these images, which flatters it; name images that it has not seen"
-        )
     unknown = sorted(set(found.labels) - set(run.class_names))
     if unknown:
         raise ValueError(
             f"{path}: the run {run.config.name} knows no class {', '.join(map(repr, unknown[:5]))}, but {', '.join(run.class_names[:20])}."
         )
     images = _read(run, found, skip_unreadable)
+    if seen := int(torch.isin(marks(images.pixels), run.learned).sum()):
+        found.notes.append(
+            f"warning: the run learned from {seen} of these images, which flatters it; name images that it has not seen"
+        )
     others = None if ood is None else _read(run, image_files([ood]), skip_unreadable)  # before the first step
     own = _predicted(run, images, progress, "predictions")
     p, labels = own.probabilities, own.labels
@@ -190,10 +192,12 @@ def wrong_labels(
 ) -> list[tuple[str, str, float]]:
     """See :meth:`ella_cuda.experiments.LoadedRun.wrong_labels`."""
     data = prepare_for(run.config, data_dir, download)
-    if len(data.train_images) != run.la.n_data:
+    there = marks(pixels(data.train_images, data.black, data.white))
+    if not torch.equal(there.sort().values, run.learned.sort().values):
+        same = int(torch.isin(run.learned, there).sum())
         raise ValueError(
-            f"{run.config.data} has {len(data.train_images)} training images, and the run {run.config.name} learned from {run.la.n_data}; put"
-            " back what was there."
+            f"{run.config.data} has {same} of the {len(run.learned)} images that the run {run.config.name} learned from, and {len(there)} "
+            "training images; put back what was there."
         )
     data = data.to(next(run.model.parameters()).device)
     loader = TensorLoader(data.train_images, data.train_labels, run.config.evidence_batch_size or BATCH)

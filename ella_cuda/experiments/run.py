@@ -35,14 +35,16 @@ from ella_cuda.digest import tensors_digest
 from ella_cuda.distributed import Ranks, shard
 from ella_cuda.experiments.device import device_of_process, resolve_device
 from ella_cuda.experiments.diary import Diary
+from ella_cuda.experiments.error_bars import by_last_layer, described, marks, of_last_layer
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions, evaluate
-from ella_cuda.experiments.examples import keep_examples
+from ella_cuda.experiments.examples import keep_examples, pixels
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, LearnersConfig, RunConfig
 from ella_cuda.experiments.networks import build_network, load_weights, require_network
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files, write_file
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.leave_one_out import affordable
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
 from ella_cuda.run_folder import (
@@ -87,7 +89,7 @@ def prepare(
     if data in SOURCES:
         dataset = load(data, data_dir, download)
     else:
-        dataset = folder(data, image_size, split, seed=data_seed, skip_unreadable=skip_unreadable)
+        dataset = _in_proportion(folder(data, image_size, split, seed=data_seed, skip_unreadable=skip_unreadable))
     if holdout_fraction is not None:
         dataset = holdout(dataset, holdout_fraction, data_seed)
     if train_size is not None:
@@ -97,6 +99,14 @@ def prepare(
     made = normalize(make_task(dataset, task, image_size, data_seed))
     sources = (dataset.train_images, dataset.train_ids, dataset.test_images, dataset.test_ids)
     return dataclasses.replace(made, digest=tensors_digest(*sources, made.train_labels, made.test_labels))
+
+
+def _in_proportion(dataset: Dataset) -> Dataset:
+    """The data set with its training images in an order whose every beginning has the classes in proportion: what is chosen by the first of
+    them is not chosen by one class."""
+    order = stratified_order(dataset.train_labels, dataset.train_ids, 0, "training order")
+    names = [f"train_{kind}" for kind in ("images", "labels", "ids")]
+    return dataclasses.replace(dataset, **{name: getattr(dataset, name)[order] for name in names})
 
 
 def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool = False) -> Dataset:
@@ -178,7 +188,11 @@ def run_one(
         holdout). In a grid's folder it has the ``digest`` of all but the seconds too. Where they are learned, ``augmentation``: amounts by
         generator. A network that averages over copies is evaluated on those of the last fit.
 
-        Where there are no images but the training ones, ``nll_leave_one_out`` (nats; None where a leverage is 1 or more).
+        Of images of one's own, ``nll_leave_one_out`` of the training images, of large networks fewer (nats; None where a leverage is 1 or
+        more, or without error bars).
+
+        ``error_bars``, where there are any: the ``layer`` that they are of, None of all; the ``factor`` of the learned precisions that
+        calibration took; and whether they are ``off``, as it is the largest.
 
         Of the Laplace approximation's calibrated predictive (``link_approx="probit"``; None where the curvature would be too large)
         ``nll_predictive`` (probabilities below 1e-12 count as such) ``, ece`` (a fraction, of 15 bins) ``, brier``, of the softmax
@@ -224,9 +238,8 @@ def sampled(
     generator = torch.Generator().manual_seed(0)
     draws = 2 * torch.rand(len(images), copies, len(augment.names), generator=generator) - 1
     with torch.no_grad():
-        shown = torch.cat([images[:, None], augment(images, draws.to(images))], 1)[:, :, 0]
-    pixels = (255 * (shown - dataset.black[0]) / (dataset.white[0] - dataset.black[0])).round().clamp(0, 255)
-    return pixels.int().tolist()
+        shown = torch.cat([images[:, None], augment(images, draws.to(images))], 1)[:, :, :1]
+    return pixels(shown, dataset.black[:1], dataset.white[:1])[:, :, 0].tolist()
 
 
 def _run(
@@ -263,13 +276,28 @@ def _run(
             log.write(diary.evaluations)
 
     la, model, losses, reason = _trained(config, dataset, run_dir, model, bare, progress, cuda_graph, ranks, record)
-    if reason is None and config.calibration == "folds":
-        _calibrate_by_folds(config, dataset, run_dir, la, network, progress, cuda_graph, ranks)
+    posterior = None if reason else la
+    if by_last_layer(config, bare, dataset.num_classes):
+        posterior = of_last_layer(config, la, dataset.num_classes)
+        ranks.together(lambda: _fit_last_layer(config, dataset, la, posterior, progress) if first else None)
+    if posterior is not None and config.calibration == "folds":
+        _calibrate_by_folds(config, dataset, run_dir, posterior, network, progress, cuda_graph, ranks)
 
-    def described() -> dict[str, Any]:
-        return _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)
+    def row() -> dict[str, Any]:
+        return _row(config, dataset, asked, model, bare, la, posterior, losses, reason, diary, log, run_dir, progress)
 
-    return ranks.exchange(ranks.together(lambda: described() if first else None))[0]
+    return ranks.exchange(ranks.together(lambda: row() if first else None))[0]
+
+
+def _fit_last_layer(
+    config: RunConfig, dataset: Dataset, la: KronLaplace, posterior: KronLaplace, progress: bool, calibrate: bool = True
+) -> None:
+    """Fit the last layer's approximation as the run's own is, and calibrate it where the run says so."""
+    loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+    with same_copies(la.model, la.fitted_model.draws):
+        posterior.fit(loader, progress_bar=progress)
+        if calibrate and config.calibration == "leave-one-out":
+            calibrated(posterior, loader, progress)
 
 
 def _untrained(config: RunConfig, network: dict[str, int], folder: Path) -> nn.Module:
@@ -306,7 +334,8 @@ def _trained(
     evidence_loader = TensorLoader(
         dataset.train_images, dataset.train_labels, config.evidence_batch_size, data_digest=dataset.digest
     )
-    by_points = config.calibration == "leave-one-out" and not part
+    whole = not by_last_layer(config, bare, dataset.num_classes)
+    by_points = config.calibration == "leave-one-out" and whole and not part
     la, model, _, losses = marglik_training(
         model,
         train_loader,
@@ -373,15 +402,18 @@ def _calibrate_by_folds(
         bare = _untrained(config, network, folder).to(dataset.train_images.device)
         model, part = averaged(config, bare), f", half {number + 1} of 2"
         other, *_ = _trained(config, half, folder, model, bare, progress, cuda_graph, ranks, None, part)
+        draws = other.fitted_model.draws if config.learns_amounts else None
+        if by_last_layer(config, bare, dataset.num_classes):
+            full, other = other, of_last_layer(config, other, dataset.num_classes)
+            if ranks.is_first:
+                _fit_last_layer(config, half, full, other, progress, calibrate=False)
         rest = dataset.train_images[unseen], dataset.train_labels[unseen]
-        folds.append((other, TensorLoader(*rest, config.evidence_batch_size)))
+        folds.append((other, TensorLoader(*rest, config.evidence_batch_size), draws))
     if ranks.is_first:
         with ExitStack() as stack:
-            for other, _ in folds:
-                stack.enter_context(
-                    same_copies(other.model, other.fitted_model.draws if config.learns_amounts else None)
-                )
-            la.calibrate(folds=folds, progress_bar=progress)
+            for other, _, draws in folds:
+                stack.enter_context(same_copies(other.model, draws))
+            la.calibrate(folds=[(other, loader) for other, loader, _ in folds], progress_bar=progress)
 
 
 def learned_from(dataset: Dataset) -> dict[str, Any]:
@@ -399,35 +431,44 @@ def _on_training_images(dataset: Dataset) -> Dataset:
 
 
 def _nll_leave_one_out(la: KronLaplace, dataset: Dataset, config: RunConfig, progress: bool) -> float | None:
-    """Mean over the training images, under the precisions that predictions take; None where a leverage is 1 or more."""
+    """Mean over the training images, or as many as are affordable, under the precisions that predictions take; None where a leverage is 1
+    or more."""
+    count = affordable(len(dataset.train_images), la.n_params * la.n_outputs**2)
     la = copy.copy(la)
     if la.predictive_prior_precision is not None:
         la.prior_precision = la.predictive_prior_precision
-    loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+    loader = TensorLoader(dataset.train_images[:count], dataset.train_labels[:count], config.evidence_batch_size)
     found = la.leave_one_out(loader, progress_bar=progress)
     return None if found.n_undefined else -float(found.log_density.mean())
 
 
 def _keep_predictions(
-    run_dir: Path, config: RunConfig, dataset: Dataset, where: str, probabilities: Tensor, la: KronLaplace | None
+    run_dir: Path,
+    config: RunConfig,
+    dataset: Dataset,
+    where: str,
+    probabilities: Tensor,
+    la: KronLaplace | None,
+    learned: Tensor,
 ) -> None:
     """Keep what the run predicts of the images of one's own that it is evaluated on, and its approximation, which later predictions
-    take."""
+    take, with the marks of the images that it has ``learned`` from."""
     names = [dataset.names[i] for i in dataset.test_ids.tolist()]
     found = {"names": names, "labels": dataset.test_labels.tolist(), "probabilities": probabilities.tolist()}
     write_predictions(run_dir, {"run": config.name, "evaluated_on": where, "class_names": dataset.class_names, **found})
     if la is not None:
-        state = {"run": config.name, "laplace": la.state_dict()}
+        state = {"run": config.name, "laplace": la.state_dict(), "learned": learned}
         write_file(run_dir / LAPLACE_FILE, lambda path: torch.save(state, path))
 
 
-def _described(
+def _row(
     config: RunConfig,
     dataset: Dataset,
     asked: Any,
     model: nn.Module,
     bare: nn.Module,
     la: KronLaplace,
+    posterior: KronLaplace | None,
     losses: list[float],
     reason: str | None,
     diary: Diary,
@@ -435,18 +476,17 @@ def _described(
     run_dir: Path,
     progress: bool,
 ) -> dict[str, Any]:
-    """The row of a run that is trained, evaluated here; ``reason`` is why it has no evidence."""
+    """The row of a run that is trained, evaluated here by the ``posterior``; ``reason`` is why it has no evidence."""
     fitted, where = reason is None, "test" if config.holdout is None else "holdout"
+    learned = marks(pixels(dataset.train_images, dataset.black, dataset.white)) if dataset.names else None
     if not len(dataset.test_images):
         dataset, where = _on_training_images(dataset), "train"
     evidence = float(la.log_marginal_likelihood()) / len(dataset.train_images) if fitted else None
     draws = la.fitted_model.draws if isinstance(model, AveragedFunction) else None
     with same_copies(model, draws):
         accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
-        predictions, own = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)
-        keep_examples(
-            run_dir, config.name, model, la if fitted else None, dataset, own.get("predictive", own["plugin"])
-        )
+        predictions, own = describe_predictions(model, posterior, dataset, asked, progress, config.name)
+        keep_examples(run_dir, config.name, model, posterior, dataset, own.get("predictive", own["plugin"]))
     precision = of_network(dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True)))
     lengthscales = {n: float(m.inverse_lengthscale) for n, m in bare.named_modules() if isinstance(m, SpatialBasis)}
     gamma = of_network(la.effective_parameters()) if fitted else None
@@ -455,14 +495,16 @@ def _described(
     if isinstance(model, AveragedFunction):
         amounts = {"augmentation": model.augment.amounts()}
         write_samples(run_dir, config.name, sampled(model.augment, dataset), draws.tolist())
-    predictive = la.predictive_prior_precision
-    by_name = None if predictive is None else dict(zip(la.parameter_names, predictive.tolist(), strict=True))
+    predictive = None if posterior is None else posterior.predictive_prior_precision
+    by_name = None if predictive is None else dict(zip(posterior.parameter_names, predictive.tolist(), strict=True))
     write_history(run_dir, config.name, losses, diary.evaluations, by_name)
-    if dataset.names:
-        _keep_predictions(run_dir, config, dataset, where, own.get("predictive", own["plugin"]), la if fitted else None)
-    left_out = {}
-    if where == "train":
-        left_out = {"nll_leave_one_out": _nll_leave_one_out(la, dataset, config, progress) if fitted else None}
+    if learned is not None:
+        found = own.get("predictive", own["plugin"])
+        _keep_predictions(run_dir, config, dataset, where, found, posterior, learned)
+    left_out = {} if posterior is None else {"error_bars": described(posterior)}
+    if learned is not None:
+        known = posterior is not None
+        left_out["nll_leave_one_out"] = _nll_leave_one_out(posterior, dataset, config, progress) if known else None
     row = {
         "run": config.name,
         **config.described,

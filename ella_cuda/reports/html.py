@@ -18,7 +18,9 @@ from ella_cuda.reports.text import (
     OBJECTIVE_TITLES,
     PATH_TITLES,
     counted,
+    doubt_of_order,
     duration,
+    error_bars_note,
     network_title,
     number,
     run_title,
@@ -61,6 +63,11 @@ PICTURES = {  # of a run's folder: title, text for who does not see it
         "Line plots of NLL, accuracy, confidence and entropy over the angle by which test images are turned.",
     ),
 }
+COMPARED = {  # of a row, beside what a page begins with: title, style
+    "nll_leave_one_out": ("NLL, leave-one-out, nats", "{:.3f}"),
+    "parameters": ("parameters", "{:,}"),
+    "seconds": ("seconds", "{:,.0f}"),
+}
 STYLE = """
 :root{color-scheme:light}
 *{box-sizing:border-box}
@@ -76,7 +83,10 @@ dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(9.5rem,1fr));gap:.
 dl div{border:1px solid #c8c8c8;border-radius:.4rem;padding:.5rem .75rem}
 dt{font-size:.85rem;color:#4a4a4a}
 dd{margin:0;font-size:1.3rem;font-variant-numeric:tabular-nums}
-.scroll{overflow-x:auto;margin:.75rem 0}
+.scroll{overflow-x:auto;margin:.75rem 0;
+background:linear-gradient(90deg,#fff 40%,#fff0) 0 0/2rem 100% local no-repeat,
+linear-gradient(270deg,#fff 40%,#fff0) 100% 0/2rem 100% local no-repeat,
+linear-gradient(90deg,#0003,#0000) 0 0/.75rem 100% no-repeat,linear-gradient(270deg,#0003,#0000) 100% 0/.75rem 100% no-repeat}
 .scroll:focus-visible,a:focus-visible,summary:focus-visible{outline:3px solid #0b4f9c;outline-offset:2px}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:#4a4a4a;padding-bottom:.25rem}
@@ -92,7 +102,9 @@ figcaption{font-size:.9rem;color:#4a4a4a}
 .images{display:grid;grid-template-columns:repeat(auto-fill,minmax(8rem,1fr));gap:1rem;padding:0;list-style:none}
 .images figure{margin:0;overflow-wrap:anywhere}
 .images img{width:100%;height:auto;image-rendering:pixelated;border:1px solid #c8c8c8}
-pre{background:#f3f3f3;padding:.75rem;overflow-x:auto;margin:.75rem 0}
+.file{display:block;font-size:.8rem;color:#1b1b1b}
+@media(max-width:40rem){.runs th[scope=row]{min-width:9rem}.scroll+figcaption::after{content:" (scrolls sideways)"}}
+pre{background:#f3f3f3;padding:.75rem;margin:.75rem 0;white-space:pre-wrap;overflow-wrap:anywhere}
 """
 PAGE = Template(
     """<!DOCTYPE html>
@@ -151,8 +163,8 @@ def run_page(
         "again": ("The same run again", _again(row, command)),
     }
     about = (
-        f"{network_title(row)} with {counted(row['parameters'], 'parameter')}, trained by {OBJECTIVE_TITLES[row['objective']]} on "
-        f"{counted(row['train_size'], 'image')} of {row['data']} in {duration(row['seconds'])}, and evaluated on {row['evaluated_size']} "
+        f"{network_title(row)}: {row['parameters']:,} parameters, trained by {OBJECTIVE_TITLES[row['objective']]} on "
+        f"{row['train_size']:,} images of {row['data']} in {duration(row['seconds'])}, and evaluated on {row['evaluated_size']:,} "
         f"{WHERE[row['evaluated_on']]}."
     )
     return _page(run_title(row), about, sections, _cards(row))
@@ -160,7 +172,18 @@ def run_page(
 
 def overview_page(rows: Sequence[Mapping[str, Any]], count: int, out_dir: Path) -> str:
     """The page of a folder of ``count`` runs, with links to those that are finished, whose rows are given."""
-    columns = {key: one for key, one in _headline().items() if any(key in row for row in rows)}
+    columns = {key: one for key, one in {**_headline(), **COMPARED}.items() if any(key in row for row in rows)}
+    about = f"{len(rows)} of {counted(count, 'run')} finished."
+    if len({(where := row["evaluated_on"], row["evaluated_size"]) for row in rows}) == 1:
+        about += f" Predictions are of {rows[0]['evaluated_size']:,} {WHERE[where]}."
+    evidence = [row["neg_log_marginal_likelihood"] for row in rows]
+    if (
+        len(rows) > 1 and None not in evidence and all("nll_leave_one_out" in row for row in rows)
+    ):  # of images of one's own
+        rows = sorted(rows, key=lambda row: row["neg_log_marginal_likelihood"])
+        about += " The best by the evidence, the least -log q/N, comes first."
+        if doubt := doubt_of_order(rows):
+            about += f" {doubt[0].upper()}{doubt[1:]}."
     lines = [
         [
             f'<a href="{quote(row["run"])}/{REPORT_FILE}">{_text(run_title(row))}</a>',
@@ -171,7 +194,7 @@ def overview_page(rows: Sequence[Mapping[str, Any]], count: int, out_dir: Path) 
     table = _table(["run", *(title for title, _ in columns.values())], lines, "Finished runs", "runs", raw=True)
     sections = {"runs": ("Runs", table if rows else "<p>No run is finished.</p>")}
     sections["training"] = ("Training", _pictures(out_dir, "curves", "layers"))
-    return _page(f"Runs in {out_dir.resolve().name}", f"{len(rows)} of {counted(count, 'run')} finished.", sections)
+    return _page(f"Runs in {out_dir.resolve().name}", about, sections)
 
 
 def _page(title: str, about: str, sections: Mapping[str, tuple[str, str]], first: str = "") -> str:
@@ -258,7 +281,7 @@ def _learned(row: Mapping[str, Any], run_dir: Path) -> str:
     count = len(tensors) + len(row["other_parameters"])
     if row["objective"] == "evidence":
         text = (
-            f"The evidence of the {row['train_size']} training images chose {counted(count, 'prior precision')} (a weight decay for each "
+            f"The evidence of the {row['train_size']:,} training images chose {counted(count, 'prior precision')} (a weight decay for each "
             "parameter tensor, larger where the data need it less)"
         )
         text += ", and the amounts of the augmentation" if row.get("augmentation") else ""
@@ -268,7 +291,8 @@ def _learned(row: Mapping[str, Any], run_dir: Path) -> str:
     parts = [f"<p>{_text(text)}</p>"]
     if row.get("augmentation"):
         lines = [
-            [name, number(AMOUNTS[name][1] * value), AMOUNTS[name][0]] for name, value in row["augmentation"].items()
+            [name, number(AMOUNTS[name][1] * value), AMOUNTS[name][0] or "logarithm"]
+            for name, value in row["augmentation"].items()
         ]
         parts.append(_table(["transformation", "up to ±", "unit"], lines, "Learned augmentation", "text"))
     if row["layers"]:
@@ -321,11 +345,14 @@ def _calibration(row: Mapping[str, Any]) -> str:
     told = flattened({"ood": row.get("ood", {})})
     lines += [[f"AUROC, {key.removeprefix('ood ').replace('_', ' ')}", f"{value:.3f}"] for key, value in told.items()]
     reason = row.get("neg_log_marginal_likelihood_reason")
-    why = f"<p>The evidence and the predictive are missing: {_text(reason)}.</p>" if reason else ""
+    missing = "evidence is" if "error_bars" in row else "evidence and the predictive are"
+    why = f"<p>The {missing} missing: {_text(reason)}.</p>" if reason else ""
     text = (
         "The softmax is the network's own; the predictive averages over the Laplace approximation of the posterior. "
         "Where confidence is calibrated, points lie on the diagonal and the ECE is 0."
     )
+    if "error_bars" in row:
+        text += f" The predictive has {_text(error_bars_note(row['error_bars']))}."
     return f"<p>{text}</p>{why}\n{_table(['', 'value'], lines, 'Predictions of the evaluated images')}"
 
 
@@ -388,13 +415,20 @@ def _suspects(examples: Mapping[str, Any], name: Callable[[int], str]) -> str:
 def _images(text: str, given: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     if not given:
         return ""
-    shown = [(one["png"], f"{one['name']}: {caption}" if "name" in one else caption) for one, caption in given]
     items = "\n".join(
-        f'<li><figure><img alt="Image: {_text(caption)}" src="data:image/png;base64,{png}">'
-        f"<figcaption>{_text(caption)}</figcaption></figure></li>"
-        for png, caption in shown
+        f'<li><figure><img alt="Image: {_text(caption)}" src="data:image/png;base64,{one["png"]}">'
+        f"<figcaption>{_file(one)}{_text(caption)}</figcaption></figure></li>"
+        for one, caption in given
     )
     return f'<p>{_text(text)}</p>\n<ul class="images">{items}</ul>'
+
+
+def _file(shown: Mapping[str, Any]) -> str:
+    """The name of an image's file, where it has one, which may break after each folder; line breaks in it are shown as such."""
+    if "name" not in shown:
+        return ""
+    name = shown["name"] if shown["name"].isprintable() else repr(shown["name"])
+    return f'<span class="file">{_text(name).replace("/", "/<wbr>")}</span>'
 
 
 def _settings(settings: Mapping[str, Sequence[tuple[str, Any, str]]]) -> str:

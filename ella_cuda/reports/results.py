@@ -36,6 +36,7 @@ NESTED = (
     "ood",
     "rotations",
     "augmentation",
+    "error_bars",
     DIGEST,
 )  # of a row
 WHERE = {"test": "test images", "holdout": "held-out training images", "train": "the training images themselves"}

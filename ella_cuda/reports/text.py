@@ -82,6 +82,33 @@ def counted(count: int, one: str) -> str:
     return f"{count} {one}" if count == 1 else f"{count} {one}s"
 
 
+def error_bars_note(found: Mapping[str, Any]) -> str:
+    """A row's entry ``error_bars`` in words."""
+    whose = "of all layers" if found["layer"] is None else f"of the last layer, {found['layer']}"
+    if found["factor"] is None:
+        return f"error bars {whose}, by the learned precisions: not calibrated"
+    times = f"{found['factor']:,.3g}" if found["factor"] < 1000 else f"{found['factor']:,.0f}"
+    if found["off"]:
+        return (
+            f"error bars {whose}, turned off by calibration, which took {times} times the learned precisions, its largest factor: "
+            "probabilities are the softmax's, and the epistemic part is next to nothing"
+        )
+    return f"error bars {whose}, calibrated to {times} times the learned precisions"
+
+
+def doubt_of_order(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What is to be said of rows in the order of the evidence, best first, where leaving one out puts another first; empty where it does
+    not."""
+    known = [row for row in rows if row.get("nll_leave_one_out") is not None]
+    best = min(known, key=lambda row: row["nll_leave_one_out"]) if known else rows[0]
+    if best is rows[0]:
+        return ""
+    return (
+        f"leave-one-out puts {network_title(best)} first: of networks that trained too short for their evidence to settle, believe it "
+        "rather than the evidence"
+    )
+
+
 def duration(seconds: float) -> str:
     """A time in the largest unit of which it has one: 59 s, 1 min, 23 h, 5 d."""
     size, unit = next(((n, u) for n, u in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= n), (1, "s"))

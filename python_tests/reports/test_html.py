@@ -22,7 +22,7 @@ from ella_cuda.experiments.examples import find_examples, keep_examples
 from ella_cuda.experiments.report import command_of
 from ella_cuda.laplace import KronLaplace
 
-VOID = {"meta", "img", "br"}
+VOID = {"meta", "img", "br", "wbr"}
 SECTIONS = ["learned", "training", "calibration", "confusion", "unsure", "suspects", "settings", "again"]
 CONFIGS = [
     experiments.configure(

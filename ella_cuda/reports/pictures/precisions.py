@@ -19,11 +19,13 @@ from ella_cuda.reports.text import run_title, tensor_title
 
 PER_LINE = 3
 HEAD_COLOUR = "#444444"  # of tensors outside the relaxed layers
+MANY = 12  # of them, from which on their lines are told apart by the network's order alone
 
 
 def draw_precisions(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> Any:
     """Prior precisions over the epochs on a logarithmic scale that all panels share: a panel for each layer, one more
-    for the tensors outside of them; a colour for each path, a line style and marker for each of its tensors.
+    for the tensors outside of them; a colour for each path, a line style and marker for each of its tensors. Many tensors outside have
+    colours from dark to light, in the network's order, and the legend names the first and the last.
 
     Args:
         row: of ``summary.json``, or of a run that is not finished.
@@ -40,8 +42,11 @@ def draw_precisions(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, A
                 lines.append((f"{layer['name']}.{path}.{tensor}", tensor_title(path, tensor), colour, j))
         drawn.append((f"layer {i} ({layer['name']})", lines))
     if row["other_parameters"]:
-        lines = [(name, name, HEAD_COLOUR, j) for j, name in enumerate(row["other_parameters"])]
-        drawn.append(("outside the layers", lines))
+        names = [*row["other_parameters"]]
+        lines = [(name, name, HEAD_COLOUR, j) for j, name in enumerate(names)]
+        if len(names) > MANY:
+            lines = [(name, name, colour, 0) for name, colour in zip(names, _in_order(len(names)), strict=True)]
+        drawn.append(("outside the layers" if drawn else "parameter tensors", lines))
     figure, axes = panels(len(drawn), PER_LINE, TEXT_WIDTH, 1.7, sharex=True, sharey=True)
     epochs = [e["epoch"] for e in evaluations]
     values = [e["prior_precision"][name] for e in evaluations for _, lines in drawn for name, *_ in lines]
@@ -49,9 +54,12 @@ def draw_precisions(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, A
     for k, (axis, (title, lines)) in enumerate(zip(axes, drawn, strict=False)):
         for name, label, colour, j in lines:
             style = {"color": colour, "linestyle": LINE_STYLES[j % len(LINE_STYLES)], "linewidth": 1.0}
-            points = {"marker": MARKERS[j % len(MARKERS)], "markersize": 3}
+            points = {"marker": MARKERS[j % len(MARKERS)], "markersize": 0 if len(lines) > MANY else 3}
             (handle,) = axis.plot(epochs, [e["prior_precision"][name] for e in evaluations], **style, **points)
-            legend.setdefault(label, handle)
+            between = len(lines) > MANY and name not in (lines[0][0], lines[-1][0])
+            label = f"{len(lines) - 2} tensors between them, in order" if between else label
+            if label not in legend or name == lines[len(lines) // 2][0]:
+                legend[label] = handle
         axis.set_yscale("log")
         if max(values) > 100 * min(values):
             axis.minorticks_off()  # whole powers of ten are enough
@@ -61,3 +69,11 @@ def draw_precisions(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, A
         whole_epochs(axis)
     finish(figure, f"{run_title(row)}: prior precisions δ", legend)
     return figure
+
+
+def _in_order(count: int) -> list[str]:
+    """So many colours from dark to light."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps["viridis"](0.9 * j / (count - 1))) for j in range(count)]

@@ -36,3 +36,16 @@ def test_every_tensor_has_its_line_in_its_layers_panel():
     assert axes[3].get_xlabel() == "epoch"
     assert axes[0].get_ylim() == axes[3].get_ylim()  # layers can be compared
     assert "task digit, F-FC+CONV, evidence, seed 0: prior precisions δ" in figure.get_suptitle()
+
+
+def test_many_tensors_are_told_apart_by_their_order():
+    made = row()
+    names = [f"layer{i}.weight" for i in range(40)]
+    made = {**made, "layers": [], "other_parameters": dict.fromkeys(names)}
+    history = [{"epoch": e, "prior_precision": {n: 1.0 + e * i for i, n in enumerate(names)}} for e in (1, 2)]
+    figure = draw_precisions(made, history)
+    (axis,) = shown(figure)
+    assert axis.get_title() == "parameter tensors" and len({to_hex(line.get_color()) for line in axis.lines}) == 40
+    assert [list(line.get_ydata()) for line in axis.lines] == [[1.0 + i, 1.0 + 2 * i] for i in range(40)]
+    texts = [t.get_text() for t in figure.legends[0].get_texts()]
+    assert texts == ["layer0.weight", "38 tensors between them, in order", "layer39.weight"]

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from itertools import pairwise
 from time import process_time
 from unittest.mock import patch
@@ -25,18 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bench_networks import CLASSES, network
-from benchmarks.counted_ops import NETWORKS, Counted
-from ella_cuda.laplace import (
-    KronLaplace,
-    column_functions,
-    fingerprint,
-    known_model,
-    kronecker_sums,
-    recorded_batches,
-    second_moment,
-)
+from benchmarks.counted_ops import NETWORKS, Counted, as_on_cuda
+from ella_cuda.laplace import KronLaplace, known_model, recorded_batches
 from ella_cuda.models import neyshabur
-from python_tests.recorded import RecordedGraphs
 
 BATCHES = 14
 
@@ -91,19 +81,6 @@ def predict(model: nn.Module, x: Tensor, y: Tensor, _: str, patience: float) -> 
     return [after - before for before, after in pairwise(times)], [covariances]
 
 
-class _Graphs(RecordedGraphs):
-    """Replays are one launch, whatever is in them."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        replay = super().record(work)
-
-        def once() -> None:
-            with torch.utils._python_dispatch._disable_current_modes():
-                replay()
-
-        return once
-
-
 def counts() -> None:
     """Print what is dispatched in three fits, phase by phase."""
     model, likelihood, _ = NETWORKS["resnet18"]()
@@ -125,19 +102,7 @@ def counts() -> None:
         phases = {name: found[after] - found[name] for name, after in pairwise(found)}
         return {"begin": begin, **phases, "whole fit": found["after"]}
 
-    as_on_cuda = [
-        (recorded_batches, "PATIENCE", {"cpu": 2}),
-        (recorded_batches, "LARGE", 1 << 40),
-        (recorded_batches, "CudaGraphs", _Graphs),
-        (recorded_batches, "has_graphs", lambda device: True),
-        (fingerprint, "AT_ONCE", fingerprint.AT_ONCE_ON_CUDA),
-        (second_moment, "SMALL", second_moment.SMALL // 64),
-        (column_functions, "in_pieces", lambda columns: False),
-        (kronecker_sums, "together", lambda values: True),
-    ]
-    with ExitStack() as stack:
-        for patched in as_on_cuda:
-            stack.enter_context(patch.object(*patched))
+    with as_on_cuda():
         for word in ("first", "second", "third"):
             for phase, found in fit().items():
                 print(f"{word} fit, {phase:10}{found}  {dict(found.reads) or ''}", flush=True)

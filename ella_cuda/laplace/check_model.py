@@ -157,14 +157,28 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
                 "Take the images apart: batch statistics (a normalisation without running statistics), and functions along the batch's axis "
                 "or of its size, mix them."
             )
-    reason = _unbatched(model, x, outputs, [call.out for call in found]) if several and found else None
+    together = not several or _go_together(model, x, outputs, found)
+    return Findings(places, by_function, together, image_bytes, shared, outside)
+
+
+def columns_together(model: nn.Module, rules: Sequence[Rule], x: Inputs) -> bool:
+    """Whether several columns may go back at once, which :func:`probe` finds with ``several``; arguments and warnings are its own."""
+    with torch.enable_grad():
+        calls, outputs = _run(model, [rule.module for rule in rules], _images(x, 3))
+    outputs = checked_outputs(outputs, 3)
+    found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
+    return not outputs.requires_grad or _go_together(model, x, outputs, found)
+
+
+def _go_together(model: nn.Module, x: Inputs, outputs: Tensor, calls: Sequence[_Call]) -> bool:
+    reason = _unbatched(model, x, outputs, [call.out for call in calls]) if calls else None
     if reason is not None:
         warnings.warn(
             f"fit: {reason}; columns go back one at a time, which takes longer.",
             UserWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
-    return Findings(places, by_function, reason is None, image_bytes, shared, outside)
+    return reason is None
 
 
 def require_rows_of_their_own(model: nn.Module, x: Inputs, alone: Tensor, rows: Tensor, outputs: Tensor) -> None:
@@ -478,13 +492,13 @@ def _require_independence(
         outputs, [call.out for call in calls], of_image, retain_graph=True, allow_unused=True
     )
     rest = torch.tensor([i for i in range(3) if i != image], device=outputs.device)  # a wait for the device, once
-    parts = [(c, g) for c, g in zip(calls, gradients, strict=True) if g is not None and g.shape == c.shape]
+    parts = [(c, g) for c, g in zip(calls, gradients, strict=True) if g is not None and g.shape == c.shape and g.numel()]
     mixed = []
     for call, gradient in parts:
         axis = call.place.axis
         others = gradient.unflatten(axis, (3, call.place.rows)).index_select(axis, rest.to(gradient.device))
-        mixed.append((others.isfinite() & (others != 0)).any())  # what is not finite is found in the factors
-    wrong = torch.stack(mixed).tolist() if mixed else []  # one wait for the device
+        mixed.append(others.nan_to_num(0.0, 0.0, 0.0))  # what is not finite is found in the factors
+    wrong = _sizes(mixed).tolist() if mixed else []  # one wait for the device
     for call in itertools.compress([call for call, _ in parts], wrong):
         label, folded = known[call.module].label, call.place.folded
         if folded > 1:
@@ -522,14 +536,23 @@ def _differ(outputs: Tensor, tensors: Sequence[Tensor]) -> bool:
     def vjp(direction: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(outputs, tensors, direction, retain_graph=True, materialize_grads=True)
 
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return False
     directions = _directions(outputs)
     together = torch.func.vmap(vjp)(directions)
-    apart = [torch.stack(parts) for parts in zip(*(vjp(d) for d in directions), strict=True)]
-    # What is not finite is found in the factors.
-    sizes = [rounding_of(other) * other.abs().amax() for other in apart if other.numel()]
-    gaps = [(one - other).abs().amax() for one, other in zip(together, apart, strict=True) if other.numel()]
-    differ = [(gap > size) & size.isfinite() for gap, size in zip(gaps, sizes, strict=True)]
-    return bool(differ) and bool(torch.stack(differ).any())  # one wait for the device
+    gaps, sizes = [], []
+    for number, direction in enumerate(directions):
+        apart = vjp(direction)
+        gaps.append(_sizes(torch._foreach_sub([t[number] for t in together], apart)))
+        sizes.append(_sizes(torch._foreach_mul(apart, [rounding_of(t) for t in apart])))
+    gap, size = torch.stack(gaps).amax(0), torch.stack(sizes).amax(0)
+    return bool(((gap > size) & size.isfinite()).any())  # what is not finite is found in the factors; one wait for the device
+
+
+def _sizes(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest absolute value of each, nan where there is one."""
+    return torch.stack(torch._foreach_norm(tensors, torch.inf))
 
 
 def _culprit(model: nn.Module, x: Inputs) -> str:

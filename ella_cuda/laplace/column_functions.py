@@ -191,7 +191,7 @@ def constant_scales(modules: Iterable[nn.Module]) -> dict[nn.Module, Tensor]:
     for (eps, (dtype, _), *_), norms in together.items():
         scale = (torch.cat([norm.running_var for norm in norms]).double() + eps).rsqrt()
         if norms[0].weight is not None:
-            scale = scale * torch.cat([norm.weight.detach() for norm in norms])
+            scale = scale * torch.cat([norm.weight for norm in norms]).detach()
         scale = scale.to(torch.promote_types(dtype, torch.float32))
         found |= zip(norms, scale.split([len(norm.running_var) for norm in norms]), strict=True)
     return found
@@ -215,7 +215,7 @@ class ReLU(Passage):
         self.kept_bytes = out.numel()
 
     def take(self, piece: Tensor, images: slice, own: bool, steps: tuple[int, int] = (1, 1)) -> Tensor:
-        alive = self._alive.like(piece)[images]
+        alive = some_of(self._alive.like(piece), images)
         if steps != (1, 1):
             alive = alive[..., :: steps[0], :: steps[1]]
         if not own:
@@ -291,7 +291,7 @@ class MaxPool2d(Passage):
         self.kept_bytes = index.numel() * index.element_size()
 
     def take(self, piece: Tensor, images: slice, own: bool) -> Tensor:
-        index = self._index.like(piece)[images].expand(piece.shape).flatten(0, 1)
+        index = some_of(self._index.like(piece), images).expand(piece.shape).flatten(0, 1)
         shape = (piece.shape[1], *self.input_shape[1:])
         of_its_shape = empty_columns(piece, shape, layout_of(piece)).flatten(0, 1)  # nothing in it is read
         found = torch.ops.aten.max_pool2d_with_indices_backward(
@@ -372,6 +372,11 @@ class InterceptedFunctions:
         geometry = (kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
         out, index = torch.ops.aten.max_pool2d_with_indices(input.detach(), *geometry)
         return self._passed(input, out, MaxPool2d(input.shape, index, geometry))
+
+
+def some_of(tensor: Tensor, which: slice) -> Tensor:
+    """The tensor at some places of its first axis."""
+    return tensor if which == slice(None) else tensor[which]
 
 
 def nothing(columns: Tensor, shape: Sequence[int]) -> Tensor:

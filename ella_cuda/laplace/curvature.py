@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from ella_cuda.laplace.batches import Inputs, data_points, model_outputs, run_model, take, tensors_of
 from ella_cuda.laplace.call import Call, Place, batch_first
 from ella_cuda.laplace.check_extensions import check_rules
-from ella_cuda.laplace.check_model import Findings, outputs_apart, probe, require_rows_of_their_own
+from ella_cuda.laplace.check_model import Findings, columns_together, outputs_apart, probe, require_rows_of_their_own
 from ella_cuda.laplace.column_functions import (
     Before,
     ConstantScale,
@@ -75,7 +75,7 @@ class _OnColumns(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], gradient: Tensor, function: OfColumns) -> tuple[Tensor, int]:
         dim = in_dims[0]
-        columns = gradient.expand(info.batch_size, *gradient.shape) if dim is None else gradient.movedim(dim, 0)
+        columns = gradient.expand(info.batch_size, *gradient.shape) if dim is None else _in_front(gradient, dim)
         return function(columns), 0
 
 
@@ -83,10 +83,14 @@ def _on_columns(gradient: Tensor, function: OfColumns) -> Tensor:
     """:class:`_OnColumns`, without what torch does around a function of an autograd graph."""
     if not functorch.is_batchedtensor(gradient):
         return _OnColumns.apply(gradient, function)
-    columns = functorch.get_unwrapped(gradient).movedim(functorch.maybe_get_bdim(gradient), 0)
+    columns = _in_front(functorch.get_unwrapped(gradient), functorch.maybe_get_bdim(gradient))
     with temporarily_pop_interpreter_stack():
         found = function(columns)
     return functorch._add_batch_dim(found, 0, functorch.maybe_get_level(gradient))
+
+
+def _in_front(columns: Tensor, dim: int) -> Tensor:
+    return columns.movedim(dim, 0) if dim else columns
 
 
 def _of_handed(columns: Tensor, function: OfColumns) -> Tensor:
@@ -256,9 +260,18 @@ class CurvaturePass(LayerPass):
         findings = {} if known is None else known.findings
         rules = [(type(rule), rule.name, rule.trainable, rule.approximation) for rule in self.all_rules]
         inputs = [(tuple(t.shape[1:]), t.dtype, t.device) for t in tensors_of(x)]
-        key = repr((rules, several, self.copies, tuple(x) if isinstance(x, Mapping) else type(x), inputs))
+        one, key = (
+            repr((rules, columns, self.copies, tuple(x) if isinstance(x, Mapping) else type(x), inputs))
+            for columns in (False, several)
+        )
         self._attention = in_plain_products if several else nullcontext
         tried = key not in findings
+        if tried and one in findings:
+            numbered, together = findings[one]
+            with self._trying():
+                batched = columns_together(self.model, self.rules, tried_copies(self.model, x)[0])
+            findings[key] = dataclasses.replace(numbered, batched=batched), together
+            tried = False
         if tried:
             self._try_out(x, several)
             together = self.per_example is not None and self.per_example.together
@@ -274,11 +287,7 @@ class CurvaturePass(LayerPass):
     def _try_out(self, x: Inputs, several: bool) -> None:
         require_copies(self.model, x)
         few, copies = tried_copies(self.model, x)
-        with (
-            requiring_grad([*self.hyperparameters, *self.parameters], True),
-            refusing_reentrant("fit"),
-            self._attention(),
-        ):
+        with self._trying():
             try:
                 found = probe(self.model, self.rules, few, several, copies)
             except NotImplementedError as error:  # torch's, of a function without a gradient
@@ -292,6 +301,13 @@ class CurvaturePass(LayerPass):
             if self.per_example is not None:
                 with in_plain_products():
                     self.per_example.try_out(few)
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """The model as in training, and as a pass runs it, for the duration of the context."""
+        wanted = [*self.hyperparameters, *self.parameters]
+        with requiring_grad(wanted, True), refusing_reentrant("fit"), self._attention():
+            yield
 
     def _settle(self, findings: Findings) -> None:
         """Be of what a trial of the network found."""

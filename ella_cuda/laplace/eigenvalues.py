@@ -80,7 +80,7 @@ def eigenbases_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]] 
     Raises:
         torch.linalg.LinAlgError: where a block's do not converge.
     """
-    sets = [blocks.detach() for blocks in sets]
+    sets = [blocks.detach() if blocks.requires_grad else blocks for blocks in sets]
     parts = _lapack.parts_of(sets, rows, _lapack.LARGE)
     groups = _lapack.of_one_size(parts)
     wholes = [parts[its[0]] if len(its) == 1 else _lapack.joined([parts[at] for at in its]) for its in groups]
@@ -100,7 +100,9 @@ def eigenbases_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]] 
     vectors: list[list[Tensor]] = [[] for _ in sets]
     for at, part in enumerate(parts):
         vectors[part.place].append(of_part[at][1])
-    values = torch.cat([of_part[at][0].flatten() for at in range(len(parts))])
+    own = [of_part[at][0] for at in range(len(parts))]
+    alone = all(len(values) == 1 for values in own)  # which need no view each
+    values = torch.cat(own, 1)[0] if alone else torch.cat([values.flatten() for values in own])
     return values, [own[0] if len(own) == 1 else torch.cat(own) for own in vectors]
 
 

@@ -254,7 +254,8 @@ class Jacobian(NamedTuple):
         if isinstance(inputs, OneHot):
             return cls(g, index=inputs.values)
         a = on_basis(inputs.dense(), shape.input_basis)
-        return cls(g, a.expand(-1, -1, g.shape[3], -1), blocks=inputs.blocks)
+        a = a if a.shape[2] == g.shape[3] else a.expand(-1, -1, g.shape[3], -1)
+        return cls(g, a, blocks=inputs.blocks)
 
     def dense(self, groups: int) -> Tensor:
         """M, ``(K, N, groups, a, b)``."""

@@ -107,6 +107,7 @@ class Known:
     Attributes:
         findings: of trials, by what was tried.
         shapes, kinds: of batches that fits had, see :mod:`ella_cuda.laplace.recorded_batches`.
+        steps: how many data points of predictions go together, by inputs.
         described: the modules and what they have, which the description knows by addresses that others get once they are gone.
     """
 
@@ -117,6 +118,7 @@ class Known:
         self.findings: dict[Any, Any] = {}
         self.shapes: dict[Any, Any] = {}
         self.kinds: dict[Any, Any] = {}
+        self.steps: dict[Any, int] = {}
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()

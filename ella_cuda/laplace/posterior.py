@@ -196,13 +196,16 @@ def eigenbases(
     sides = {m: None for f in factors.values() for m in (f.input_moment, f.output_moment) if m is not None}
     with torch.no_grad():
         found = decompose(sides)
+    with_inputs = {name: factor for name, factor in factors.items() if factor.input_moment is not None}
+    raw, counts = [found[f.input_moment][0] for f in with_inputs.values()], [f.n_data for f in with_inputs.values()]
+    means = dict(zip(with_inputs, torch._foreach_div(raw, counts) if raw else (), strict=True))
     result = {}
     for name, factor in factors.items():
         values_out, vectors_out = found[factor.output_moment]
-        values_in, vectors_in = values_out.new_ones(factor.shape.groups, 1), None
-        if factor.input_moment is not None:
-            values_in, vectors_in = found[factor.input_moment]
-            values_in = values_in / factor.n_data
+        if factor.input_moment is None:
+            values_in, vectors_in = values_out.new_ones(factor.shape.groups, 1), None
+        else:
+            values_in, vectors_in = means[name], found[factor.input_moment][1]
         vectors_in = None if factor.shape.inputs == 1 else vectors_in
         values = KroneckerEigenvalues(values_in, values_out)
         result[name] = Eigenbasis(factor.shape, parameter_shapes[name], values, vectors_in, vectors_out)
@@ -461,7 +464,7 @@ class KronPosterior(Posterior):
             elif rows.index is not None:
                 self._add_looked_up(variance, rows, basis, prior)
             else:
-                basis.values.add_variance_(variance[some], rows.inputs, rows.outputs, prior, self.scale)
+                basis.values.add_variance_(variance if some == slice(None) else variance[some], rows.inputs, rows.outputs, prior, self.scale)
 
         return Contraction(take)
 

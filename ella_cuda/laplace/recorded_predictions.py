@@ -4,7 +4,7 @@ tensors that all posteriors of a fit have stay."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,12 +73,15 @@ class RecordedPredictions(RecordedPasses):
     def _step(self, x: Inputs, how: _How) -> int:
         """How many data points go together."""
         rows = sum(posterior.row_bytes for posterior in how.posteriors)
-        key = *((t.shape[1:], t.dtype) for t in tensors_of(x)), rows, how.diagonal, self.run.memory_budget
-        if key not in self._steps:
+        names = tuple(x) if isinstance(x, Mapping) else type(x)
+        inputs = [(t.shape[1:], t.dtype) for t in tensors_of(x)]
+        key = self._settings, names, *inputs, rows, how.diagonal, self.run.memory_budget
+        steps = self._steps if self._known is None else self._known.steps
+        if key not in steps:
             with self.running(x):
                 one = take(x, slice(1))
-                self._steps[key] = self.run.step(one, lambda f, _: unit_columns(f), rows, how.diagonal)
-        return self._steps[key]
+                steps[key] = self.run.step(one, lambda f, _: unit_columns(f), rows, how.diagonal)
+        return steps[key]
 
     @contextmanager
     def running(self, x: Inputs) -> Iterator[JacobianPass]:

@@ -284,13 +284,17 @@ class Patches(Rows):
 
     def dense(self) -> Tensor:
         if self._is_pointwise() and self.images == 1:
-            return self.values.flatten(2).unflatten(1, (self.groups, -1)).permute(0, 3, 1, 2)  # a view
+            images, channels, *planes = self.values.shape
+            apart = self.values.reshape(images, self.groups, channels // self.groups, math.prod(planes))
+            return apart.permute(0, 3, 1, 2)  # a view
         x, axes = self._padded(), len(self.kernel_size)
         for axis, (k, s, d) in enumerate(zip(self.kernel_size, self.stride, self.dilation, strict=True), start=2):
-            x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
-        x = x.unflatten(1, (self.groups, -1))  # (R, G, C, *positions, *taps)
-        positions = range(3, 3 + axes)
-        rows = x.permute(0, *positions, 1, 2, *range(3 + axes, 3 + 2 * axes)).flatten(2 + axes).flatten(1, axes)
+            x = x.unfold(axis, d * (k - 1) + 1, s)
+            x = x if d == 1 else x[..., ::d]
+        images, channels, *sizes = x.shape  # (R, G C, *positions, *taps)
+        positions, taps = sizes[:axes], channels // self.groups * math.prod(sizes[axes:])
+        rows = x.permute(0, *range(2, 2 + axes), 1, *range(2 + axes, 2 + 2 * axes))
+        rows = rows.reshape(images, math.prod(positions), self.groups, taps)
         return rows if self.images == 1 else rows.unflatten(0, (-1, self.images)).flatten(1, 2)
 
     def over_copies(self, copies: int, mean: bool) -> Rows:

@@ -89,7 +89,8 @@ def parts_of(sets: Sequence[Tensor], known: Sequence[tuple[int, float]], large: 
             own, at = read[at : at + rows], at + rows
             order = None if own.all() else torch.from_numpy(np.argsort(own == 0, kind="stable")).to(blocks.device)
             count, finite = np.count_nonzero(own), bool(np.isfinite(own).all())
-            parts.append(Part(place, blocks[number : number + 1], rank, error, count, order, finite))
+            block = blocks[number : number + 1] if len(blocks) > 1 else blocks
+            parts.append(Part(place, block, rank, error, count, order, finite))
     return parts
 
 
@@ -128,22 +129,25 @@ def eigenvalues(part: Part) -> Tensor:
 
 def eigenbasis(part: Part) -> tuple[Tensor, Tensor]:
     """The eigenvalues as :func:`eigenvalues`, and the eigenvectors ``(G, d, d)``, columns; unit vectors of rows of zeros are some."""
-    block, rows, basis = part.nonzero().squeeze(0), part.blocks.shape[1], None
+    block, rows, basis = part.nonzero(), part.blocks.shape[1], None
     if part.is_small_beside(LOW_RANK_OF_VECTORS) and part.finite:
+        block = block[0]
         inside, basis, fine = within_range(block, part.rank, part.error)
         block, basis = (inside, basis) if fine else (block, None)
     found, vectors = _solved(lambda blocks: tuple(torch.linalg.eigh(blocks)), block, part.finite)
     if basis is not None:  # the first columns but for signs, and what completes them
         vectors = completed(basis @ vectors)
     if found.shape[-1] < rows:
+        found = found.view(-1)
         found, order = torch.cat([found, found.new_zeros(rows - len(found))]).sort(stable=True)
-        columns = order.argsort()  # of the vectors, and then of the unit vectors
         places = torch.arange(rows, device=order.device) if part.places is None else part.places
         whole = torch.zeros_like(part.blocks[0], dtype=torch.float64).mT  # as LAPACK has the vectors
-        whole[places[: part.rows, None], columns[: part.rows]] = vectors
-        whole[places[part.rows :], columns[part.rows :]] = 1.0
+        sizes = [part.rows, rows - part.rows]
+        (live, zero), (columns, others) = places.split(sizes), order.argsort().split(sizes)
+        whole[live[:, None], columns] = vectors
+        whole[zero, others] = 1.0
         vectors = whole
-    return found.view(part.blocks.shape[:2]), vectors if vectors.dim() == 3 else vectors[None]
+    return found if found.dim() == 2 else found[None], vectors if vectors.dim() == 3 else vectors[None]
 
 
 def completed(columns: Tensor) -> Tensor:

@@ -204,6 +204,45 @@ def test_parameters_that_no_rule_knows(patient, replays):
     assert len(replays) in (5, 6)
 
 
+TARGETS = {  # of outputs (N, 4)
+    "classification": lambda f: f.argmax(1),
+    "regression": lambda f: f + 1.0,
+    "binary": lambda f: f > 0,
+    "poisson": lambda f: f.exp().floor(),
+    "heteroscedastic": lambda f: f[:, :2].neg(),
+}
+
+
+class Shared(nn.Module):
+    """A convolution that is called twice, linear layers with one weight, and scales that no rule knows."""
+
+    def __init__(self, natural: bool) -> None:
+        super().__init__()
+        self.conv, self.one, self.two = nn.Conv2d(2, 2, (1, 3), padding=(0, 1)), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight, self.last, self.natural = self.one.weight, nn.Linear(6, 4), natural
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = torch.cat([x, x.flip(1)], 1).view(-1, 2, 2, 3)
+        at_positions = self.two(self.one(self.conv(self.conv(images).tanh()).flatten(2)).tanh() * self.scale)
+        f = self.last(at_positions.sum(1))
+        return torch.cat([f[:, :2], -0.1 - f[:, 2:].square()], 1) if self.natural else f
+
+
+@pytest.mark.parametrize("unknown", ["diagonal", "freeze"])
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("likelihood", TARGETS)
+def test_likelihoods_of_shared_layers(likelihood, approximation, unknown, patient, replays):
+    model, (x, _) = randomised(Shared(likelihood == "heteroscedastic")), vectors(9)
+    loader = in_threes(x, TARGETS[likelihood](model(x).detach()))
+    for fisher in ("exact", "mc"):
+        options = {"approximation": approximation, "unknown": unknown, "fisher": fisher}
+        recorded, plain = both_ways(model, loader, patient, likelihood, **options)
+        assert recorded == plain and len(plain.totals) > 4
+        assert all(total.abs().max() > 0 for total in plain.totals)
+    assert len(replays) >= 10
+
+
 def perceptron() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4)).double().eval()

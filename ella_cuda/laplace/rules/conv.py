@@ -59,7 +59,8 @@ class Conv2dRule(Rule):
         return mine and not self._same_circular()
 
     def _kernel(self, call: Call) -> Tensor:
-        return self.module.weight.detach() if call.kept is None else call.kept
+        kernel = self.module.weight if call.kept is None else call.kept
+        return kernel.detach() if kernel.requires_grad else kernel
 
     def _pads(self) -> tuple[int, int, int, int]:
         """Padding (left, right, top, bottom); "same" with an even kernel has different ones on the two sides."""

@@ -217,9 +217,14 @@ class EvidenceCallback:
         return loss + 0.5 * sum(w * n.to(loss.dtype).square() for n, (_, w) in zip(norms, self._left, strict=True))
 
     @torch.no_grad()
-    def add_prior(self) -> None:
-        """Add the gradient of :meth:`penalised`'s term to the gradients, in its place, between ``backward`` and the optimizer's step."""
+    def add_prior(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Add the gradient of :meth:`penalised`'s term, in its place, to the gradients, between ``backward`` and the optimizer's step; of its
+        parameters alone where it is given."""
+        groups = () if optimizer is None else optimizer.param_groups
+        own = {id(p) for group in groups for p in group["params"]}
         for parameter, weight in self._left:
+            if optimizer is not None and id(parameter) not in own:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.add_(parameter, alpha=weight)

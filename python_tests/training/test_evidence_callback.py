@@ -272,6 +272,20 @@ def test_wrong_arguments_are_named_before_the_first_step(arguments, message):
         EvidenceCallback(network(), points(), **arguments)
 
 
+def test_the_priors_gradient_is_that_of_the_penalty_for_one_optimizer_at_a_time():
+    model = network()
+    evidence = EvidenceCallback(model, points(), prior_prec_init=3.0)
+    loss = evidence.penalised(torch.zeros((), dtype=torch.float64))
+    assert float(loss) == pytest.approx(3 / 80 * sum(float(p.square().sum()) for p in model.parameters()))
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    first, second = (torch.optim.SGD(layer.parameters()) for layer in (model[0], model[2]))
+    evidence.add_prior(first)
+    assert model[2].weight.grad is None and model[2].bias.grad is None
+    evidence.add_prior(second)
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
 def test_what_cannot_be_attached_is_refused():
     model = network()
     evidence = EvidenceCallback(model, points())

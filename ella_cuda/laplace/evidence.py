@@ -217,7 +217,7 @@ def evidence_bound(
         ValueError: N is less than M, or a value does not fit.
         RuntimeError: la is not fitted.
 
-    Source: Immer et al., "Stochastic marginal likelihood gradients using neural tangent kernels", ICML 2023, section 3.
+    Source: Immer et al., "Stochastic marginal likelihood gradients using neural tangent kernels", ICML 2023.
     """
     share, (precision, sigma) = share_of(la, n_data), resolved(la, prior_precision, sigma_noise)
     scale = log_scale(la, None if sigma_noise is None else sigma.log())

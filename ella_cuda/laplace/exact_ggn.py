@@ -643,7 +643,7 @@ class NTKLaplace(UnfactoredLaplace):
         Others: see :class:`~ella_cuda.laplace.KronLaplace`.
 
     Source: Immer, van der Ouderaa, van der Wilk, Rätsch, Schölkopf, "Stochastic marginal likelihood gradients using neural tangent
-    kernels", ICML 2023, section 3.
+    kernels", ICML 2023.
     """
 
     _elementwise_priors = False

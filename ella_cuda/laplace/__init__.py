@@ -1,5 +1,6 @@
 """Kronecker-factored curvature with exact block structure, and the Laplace evidence on it."""
 
+from ella_cuda.laplace.evidence import evidence_bound
 from ella_cuda.laplace.exact_ggn import (
     DiagLaplace,
     FullLaplace,
@@ -7,6 +8,7 @@ from ella_cuda.laplace.exact_ggn import (
     LargestVarianceDiagLaplaceSubnetMask,
     LastLayerSubnetMask,
     ModuleNameSubnetMask,
+    NTKLaplace,
     ParamNameSubnetMask,
     RandomSubnetMask,
     SubnetLaplace,
@@ -35,6 +37,7 @@ __all__ = [
     "LastLayerSubnetMask",
     "Likelihood",
     "ModuleNameSubnetMask",
+    "NTKLaplace",
     "ParamNameSubnetMask",
     "Patches",
     "RandomSubnetMask",
@@ -44,6 +47,7 @@ __all__ = [
     "SubnetLaplace",
     "SubnetMask",
     "TangentModel",
+    "evidence_bound",
     "evidence_gradient",
     "exact_log_marginal_likelihood",
     "prior_groups",

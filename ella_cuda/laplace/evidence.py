@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -171,6 +171,58 @@ def evidence_at(la: Evidence, log_precision: Tensor, log_sigma: Tensor | None = 
     sigma = la.sigma_noise if log_sigma is None else log_sigma.exp()
     penalty = la._penalty(log_precision, log_scale(la, log_sigma), norms_at(la, log_precision, at))
     return torch.add(log_likelihood(la, sigma, at), penalty, alpha=-0.5)
+
+
+def share_of(la: Evidence, n_data: int) -> float:
+    """The fit's share of so many data points; ValueError where the fit has more, RuntimeError before it."""
+    la.fitted_model.require_fit()
+    if n_data < la.n_data:
+        raise ValueError(f"n_data must be at least the {la.n_data} data points of the fit, got {n_data}.")
+    return la.n_data / n_data
+
+
+@contextmanager
+def sharing_prior(la: Evidence, n_data: int) -> Iterator[None]:
+    """For the duration of the context the data of a fit bear their share of the prior: la's evidence is that share of
+    :func:`evidence_bound`, and what raises the one raises the other."""
+    before = la.square_norms
+    la.square_norms = before * share_of(la, n_data)
+    try:
+        yield
+    finally:
+        la.square_norms = before
+
+
+def evidence_bound(
+    la: Evidence, n_data: int, prior_precision: Value | None = None, sigma_noise: Value | None = None
+) -> Tensor:
+    r"""An estimate of the Laplace evidence of ``n_data`` data points from a fit to M of them, 0-dim float64, differentiable as
+    :meth:`ella_cuda.laplace.KronLaplace.log_marginal_likelihood`:
+
+    .. math::
+        \tfrac{N}{M} \left[ \log p(B | \theta) - \tfrac12 \log|H_B \Lambda^{-1} + I| \right] - \tfrac12 \|\theta\|^2_\Lambda
+
+    For subsets B that are drawn with equal chances for each data point (random ones, batches of one class chosen by its size, balanced
+    ones) its mean is a lower bound of the evidence of all data, closer with larger M, and equal to it at M = N, where :math:`H_B` is a sum
+    over data points: the log determinant is submodular in B. So it is for :class:`~ella_cuda.laplace.NTKLaplace`,
+    :class:`~ella_cuda.laplace.FullLaplace` and :class:`~ella_cuda.laplace.DiagLaplace`. Kronecker factors are no such sums: with
+    :class:`~ella_cuda.laplace.KronLaplace` the mean may lie on either side of the evidence with all data's factors.
+
+    Args:
+        la: fitted to the subset.
+        n_data: N.
+        prior_precision, sigma_noise: as of ``log_marginal_likelihood``, None is la's; la keeps its own.
+
+    Raises:
+        ValueError: N is less than M, or a value does not fit.
+        RuntimeError: la is not fitted.
+
+    Source: Immer et al., "Stochastic marginal likelihood gradients using neural tangent kernels", ICML 2023.
+    """
+    share, (precision, sigma) = share_of(la, n_data), resolved(la, prior_precision, sigma_noise)
+    scale = log_scale(la, None if sigma_noise is None else sigma.log())
+    penalty = la._penalty(precision.log(), scale, norms_at(la, precision) * share)
+    return torch.add(log_likelihood(la, sigma), penalty, alpha=-0.5) / share
 
 
 def mean_at(la: Evidence, at: str) -> Any:

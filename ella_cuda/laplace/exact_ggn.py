@@ -1,11 +1,12 @@
-"""Laplace approximations whose curvature is a matrix or its diagonal, of all parameters or of some of their elements."""
+"""Laplace approximations whose curvature is a matrix or its diagonal, of all parameters or of some of their elements, or the matrix by
+kernels of outputs."""
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 STRUCTURES = ("full", "diag")
+OUTPUTS = ("together", "apart")
 
 
 class Layout:
@@ -484,9 +486,13 @@ class UnfactoredLaplace(BaseLaplace):
             at = outputs if others is None else others[which].to(outputs.dtype)
             return likelihood.columns(at, y[which])
 
-        outputs = run.run(x, columns, self._curvature, each_alone=True)
+        outputs = run.run(x, columns, self._curvature, **self._passes())
         self.n_outputs = outputs[0].numel() if len(outputs) else self.n_outputs
         return likelihood.statistic(outputs, y)
+
+    def _passes(self) -> dict[str, bool]:
+        """How :meth:`JacobianPass.run` hands Jacobians out."""
+        return {"each_alone": True}
 
     def _elementwise(self, precision: Tensor) -> Tensor:
         """A precision for each element that has a posterior."""
@@ -569,6 +575,143 @@ class SubnetLaplace(UnfactoredLaplace):
         super().__init__(
             model, likelihood, subnetwork_indices=subnetwork_indices, hessian_structure=hessian_structure, **how
         )
+
+
+class _Kernels(JacobianConsumer):
+    """Of each block of outputs, the products of Jacobians in each parameter tensor.
+
+    Attributes:
+        blocks: ``(L, B, R, R)`` float64: of L tensors, B blocks of R outputs.
+    """
+
+    def __init__(self, layout: Layout, apart: bool, memory_budget: int) -> None:
+        self.layout, self._apart, self._budget = layout, apart, memory_budget
+        self.places = {name: i for i, name in enumerate(layout.shapes)}
+        self.blocks: list[Tensor] = []
+
+    def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
+        count, points = columns.stop - columns.start, len(outputs)
+        sizes = (count, points, points) if self._apart else (1, count * points, count * points)
+        self._now = outputs.new_zeros(len(self.places), *sizes, dtype=torch.float64)
+        self._largest = self._budget // max(8 * count * points, 1)
+
+    def take(self, name: str, jacobian: Jacobian) -> None:
+        kernel = self._now[self.places[name]]
+        if jacobian.index is None and jacobian.inputs is not None and jacobian.inputs.shape[1:3] == (1, 1):
+            # A linear layer's: the products of inputs times those of outputs.
+            inputs, outputs = jacobian.inputs[:, 0, 0].double(), self._in_blocks(jacobian.outputs[:, :, 0, 0].double())
+            of_inputs = inputs @ inputs.T
+            repeats = kernel.shape[1] // max(len(inputs), 1)
+            kernel += outputs @ outputs.mT * of_inputs.repeat(repeats, repeats)
+            return
+        rows = self._in_blocks(self.layout.rows(name, jacobian))
+        for part in rows.split(max(self._largest, 1), 2):
+            kernel += part.double() @ part.double().mT
+
+    def end(self) -> None:
+        self.blocks.append(self._now)
+        del self._now
+
+    def _in_blocks(self, rows: Tensor) -> Tensor:
+        """``(K, N, p)`` as ``(B, R, p)``."""
+        return rows if self._apart else rows.flatten(0, 1)[None]
+
+    def factors(self, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Cholesky factors ``(B, R, R)`` of the unit matrix and the weighted sum of kernels, with the kernels."""
+        for block in self.blocks:
+            unit = torch.eye(block.shape[-1], dtype=block.dtype, device=block.device)
+            yield torch.linalg.cholesky(torch.einsum("l,lbij->bij", weights, block) + unit), block
+
+
+class NTKLaplace(UnfactoredLaplace):
+    r"""The Laplace evidence with the whole generalised Gauss-Newton matrix, by the neural tangent kernel of each batch, for any number of
+    parameters:
+
+    .. math::
+        \log|H + \Lambda| - \log|\Lambda| = \log|I + S^T J \Lambda^{-1} J^T S| \le \sum_b \log|I + S_b^T J_b \Lambda^{-1} J_b^T S_b|
+
+    with J the Jacobian of all outputs in the parameters, S a square root of the likelihood's Hessian and :math:`\Lambda` the prior's
+    precision. Each batch of :meth:`fit` is a block b: the evidence of one batch of all data is exact, and by Fischer's inequality that of
+    several is a lower bound, tighter with larger batches. Each kernel is kept for each parameter tensor, so that the evidence, its
+    gradient and :meth:`optimize_prior_precision` take any precisions without another pass. Time for C columns and batches of M points is
+    :math:`(C M)^2 P` a batch for the kernels, memory :math:`8 (C M)^2` bytes for each parameter tensor and :math:`C M` times the largest
+    tensor. Predictions are of :class:`~ella_cuda.laplace.KronLaplace` and others.
+
+    Args:
+        outputs: "together", or "apart": each column of S is a block of its own, C kernels of M points. Bound and time are lower. A
+            classification has the K - 1 columns of the Cholesky factor of :math:`diag(p) - p p^T`, classes from likely to unlikely.
+        Others: see :class:`~ella_cuda.laplace.KronLaplace`.
+
+    Source: Immer, van der Ouderaa, van der Wilk, Rätsch, Schölkopf, "Stochastic marginal likelihood gradients using neural tangent
+    kernels", ICML 2023.
+    """
+
+    _elementwise_priors = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood = "classification",
+        *,
+        outputs: str = "together",
+        **how: Any,
+    ) -> None:
+        self.outputs = check_choice("outputs", outputs, OUTPUTS)
+        super().__init__(model, likelihood, **how)
+
+    def _described(self) -> str:
+        return f"kernels of outputs {self.outputs}: {self.n_params} parameters"
+
+    @property
+    def H(self) -> NoReturn:
+        """Not held."""
+        raise NotImplementedError("NTKLaplace holds kernels, not the matrix H; FullLaplace has H, for few parameters.")
+
+    def _no_curvature(self) -> _Kernels:
+        return _Kernels(self._layout, self.outputs == "apart", self.memory_budget)
+
+    def _check_finite(self, sums: FitSums) -> None:
+        if not (sums.statistic.isfinite() and all(block.isfinite().all() for block in self._curvature.blocks)):
+            raise FloatingPointError(
+                "fit: the log likelihood or a kernel is not finite. Check the data and the parameters, or use float64."
+            )
+
+    def _hold(self) -> None:
+        pass
+
+    def _weigh_elements(self) -> None:
+        pass
+
+    def _passes(self) -> dict[str, bool]:
+        return {"all_data": True, "each_alone": self.outputs == "apart"}
+
+    def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
+        weights = (log_scale - log_precision).exp()
+        ratio = sum(2 * factor.diagonal(0, 1, 2).log().sum() for factor, _ in self._curvature.factors(weights))
+        return ratio + (log_precision.exp() * square_norms).sum()
+
+    def _terms(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> ops.KronEvidence:
+        weights = (log_scale - log_precision).exp()
+        value = (log_precision.exp() * square_norms).sum()
+        effective = torch.zeros_like(weights)
+        for factor, kernels in self._curvature.factors(weights):
+            value = value + 2 * factor.diagonal(0, 1, 2).log().sum()
+            inverse = torch.cholesky_inverse(factor)
+            effective = effective + weights * torch.einsum("bij,lbij->l", inverse, kernels)
+        return ops.KronEvidence(value, log_precision.exp() * square_norms - effective, effective)
+
+    def _posterior(self, precision: Tensor, scale: Tensor) -> NoReturn:
+        raise NotImplementedError(
+            "NTKLaplace has the evidence alone; for a posterior fit KronLaplace, DiagLaplace or FullLaplace at la.prior_precision."
+        )
+
+    def _curvature_state(self) -> NoReturn:
+        raise NotImplementedError(
+            "NTKLaplace: kernels of batches are not saved; save la.prior_precision, and fit again."
+        )
+
+    def _read(self, state: Mapping[str, Any], n_data: int) -> NoReturn:
+        self._curvature_state()
 
 
 # masks of the parameters that have a posterior, by laplace-torch's names ----------------------------------------------

@@ -135,6 +135,11 @@ class Curvature(_Checked):
         names = ("fisher", "resolution", "approximation", "unknown", "column_tolerance")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def keys(self) -> dict[str, str]:
+        """Of batches that are mappings."""
+        return {"dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session(_Checked):

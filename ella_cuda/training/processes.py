@@ -15,6 +15,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ella_cuda.digest import tensors_digest
 from ella_cuda.distributed import Ranks, require_whole, slice_of
+from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.batches import (
     DictKeys,
     Inputs,
@@ -27,6 +28,7 @@ from ella_cuda.laplace.batches import (
     take,
 )
 from ella_cuda.laplace.distributed_fit import rounded
+from ella_cuda.laplace.evidence import set_values
 from ella_cuda.laplace.fingerprint import fingerprint_of
 from ella_cuda.ops._precision import casting_anew, without_autocast
 from ella_cuda.training.checkpoint import plain, random_state, restore_random_state
@@ -145,6 +147,14 @@ def share_learners(learners: Iterable[Learner], ranks: Processes) -> None:
                 for name, tensor in learner.tensors().items():
                     tensor.copy_(tensors[name])
             learner.load_state_dict(state)
+
+
+def step_together(la: KronLaplace, prior: Prior, learners: Iterable[Learner], ranks: Processes) -> None:
+    """One evidence step of the prior, and of other learners outside of the network, on la, whose values are the prior's then."""
+    ranks.together(lambda: [learner.step(la, {}) for learner in learners])
+    if ranks.group is not None:
+        share_learners(learners, ranks)
+        set_values(la, prior.precision(), prior.sigma(), checked=True)
 
 
 def without_cuda(state: Mapping[str, Any], ranks: Processes) -> Mapping[str, Any]:

@@ -72,7 +72,11 @@ def _made(what: str, make: Callable[..., Any], first: Any, arguments: Any) -> An
 
 
 def try_evidence(
-    la: KronLaplace, loader: Iterable[Any], name: str, then: Callable[[KronLaplace, Iterable[Any]], None]
+    la: KronLaplace,
+    loader: Iterable[Any],
+    name: str,
+    then: Callable[[KronLaplace, Iterable[Any]], None] = lambda la, few: None,
+    where: str = "marglik_training",
 ) -> None:
     """Fit to the first images of the first batch that has data, so that what the evidence refuses is refused before training. Random
     generators are put back to where they were, and what was fitted is to be dropped.
@@ -81,6 +85,7 @@ def try_evidence(
         la: to be fitted.
         loader, name: of the evidence's data, and what it is called.
         then: called with the fitted la and a loader of these images.
+        where: whose argument the loader is, for messages.
 
     Raises:
         What :meth:`ella_cuda.laplace.KronLaplace.fit` and ``then`` raise, but for values that are not finite: those of trained weights
@@ -89,10 +94,10 @@ def try_evidence(
     """
     before, keys = random_state([loader]), dict_keys(la.dict_key_x, la.dict_key_y)
     try:
-        with contextlib.closing(pair_of(batch, f"marglik_training ({name})", keys) for batch in loader) as pairs:
+        with contextlib.closing(pair_of(batch, f"{where} ({name})", keys) for batch in loader) as pairs:
             few = next((kept(tuple(take(part, slice(3)) for part in pair)) for pair in pairs if len(pair[1])), None)
         if few is None:
-            raise ValueError(f"marglik_training: {name} yielded no data; check its data set, samplers and drop_last.")
+            raise ValueError(f"{where}: {name} yielded no data; check its data set, samplers and drop_last.")
         try:
             la.fit([few])
             then(la, [few])
@@ -101,7 +106,7 @@ def try_evidence(
         except (TypeError, ValueError, RuntimeError) as error:
             if type(error) not in (TypeError, ValueError, RuntimeError):
                 raise  # a kind of its own may be made of other arguments
-            raise type(error)(f"marglik_training: on {len(few[1])} images of {name}: {error}") from error
+            raise type(error)(f"{where}: on {len(few[1])} images of {name}: {error}") from error
     finally:
         restore_random_state(before, [loader])
 

@@ -51,6 +51,7 @@ from ella_cuda.training.processes import (
     restore_own_random_state,
     share_learners,
     share_random_state,
+    step_together,
     train_epoch_together,
     without_cuda,
 )
@@ -370,10 +371,7 @@ class MarglikTrainer:
         with self._differentiable():
             self._fit(la)
         self._evidence_points.require(la.n_data)
-        self._ranks.together(lambda: [learner.step(la, {}) for learner in outside])
-        if self._ranks.group is not None:
-            share_learners(outside, self._ranks)
-            set_values(la, self._prior.precision(), self._prior.sigma(), checked=True)
+        step_together(la, self._prior, outside, self._ranks)
         evaluation = self._ranks.together(lambda: self._evaluation(la))
         evaluation.neg_log_marginal_likelihood = self._ranks.from_first(evaluation.neg_log_marginal_likelihood)
         self.margliks.append(evaluation.neg_log_marginal_likelihood * la.n_data)
@@ -482,8 +480,8 @@ class MarglikTrainer:
             self._settings["data"] = dict(zip(("training", "evidence"), digests, strict=True))
 
     def _new_laplace(self, **values: Any) -> KronLaplace:
-        keys = {"dict_key_x": self._keys.x, "dict_key_y": self._keys.y}
-        la = KronLaplace(self.model, self._likelihood, **values, **self._curvature.settings, **keys)
+        curvature = self._curvature
+        la = KronLaplace(self.model, self._likelihood, **values, **curvature.settings, **curvature.keys)
         if not values:
             set_values(la, self._prior.precision(), self._prior.sigma(), checked=True)
         return la

@@ -36,6 +36,17 @@ def test_a_training_of_several_processes_is_that_of_one(processes, ranks, loader
         assert same(one, found[0])
 
 
+def test_a_plain_loop_of_several_processes_is_that_of_one(processes):
+    expected = works.plain_loop(False)["found"]
+    values = processes.run("plain_loop", 2)
+    assert values[0]["drawn next"] != values[1]["drawn next"], "ranks keep their random states"
+    found = [value["found"] for value in values]
+    for one in found:
+        assert same(one, found[0]) and one["margliks"] == pytest.approx(expected["margliks"], rel=1e-9)
+        for name in ("precision", "weights"):
+            torch.testing.assert_close(one[name], expected[name], rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "options",

@@ -18,7 +18,7 @@ from ella_cuda.data import FlipsShifts, TensorLoader
 from ella_cuda.distributed import Ranks, gathered, packed_numbers, shard, slice_of
 from ella_cuda.laplace import KronLaplace, evidence_gradient
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance, SparseFactoredLinear2d
-from ella_cuda.training import Learner, MarglikTrainer
+from ella_cuda.training import EvidenceCallback, Learner, MarglikTrainer
 from python_tests.laplace.checks import Function, Reusing
 from python_tests.test_experiments import small
 
@@ -359,6 +359,27 @@ def described(trainer: MarglikTrainer, la: KronLaplace) -> dict[str, Any]:
 
 def train(dtype: str, options: dict[str, Any]) -> dict[str, Any]:
     return training(dtype, dist.group.WORLD, **options)
+
+
+def plain_loop(distributed: bool = True) -> dict[str, Any]:
+    """A loop of a user's own around EvidenceCallback, with DistributedDataParallel and ranks in random states of their own."""
+    x, y = data(torch.float64, 100)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    model: nn.Module = network(dtype=torch.float64)
+    torch.manual_seed(5 + rank)
+    model = nn.parallel.DistributedDataParallel(model) if distributed else model
+    how = {"group": dist.group.WORLD} if distributed else {}
+    evidence = EvidenceCallback(model, TensorLoader(x, y, 8, shuffle=True), every=2, n_hypersteps=3, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    evidence.attach(optimizer)
+    for epoch in range(4):
+        optimizer.zero_grad()
+        evidence.penalised(nn.functional.cross_entropy(model(x[rank::ranks]), y[rank::ranks])).backward()
+        optimizer.step()
+        evidence.step(epoch)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    found = {"margliks": evidence.margliks, "precision": evidence.prior_precision, "weights": weights}
+    return {"found": found, "drawn next": float(torch.rand(()))}
 
 
 class Dying:

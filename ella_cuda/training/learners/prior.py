@@ -45,7 +45,8 @@ class Prior(Learner):
         self._all_names = [*self.names, *(name for name in named if name not in set(served))]
         self.parameters = [named[name] for name in self._all_names]  # those without a precision come last
         device = self.parameters[0].device
-        self.groups = Groups(group_indices(options.prior_structure, self.names, model), device)
+        self.numbers = group_indices(options.prior_structure, self.names, model)  # of each tensor's precision
+        self.groups = Groups(self.numbers, device)
         like: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.log_precision = torch.full((self.groups.count,), math.log(options.prior_prec_init), **like)
         self.log_sigma = torch.tensor(math.log(options.sigma_noise_init), **like)

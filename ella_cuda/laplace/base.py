@@ -61,6 +61,7 @@ from ella_cuda.laplace.leave_one_out import (
     Influence,
     LeaveOneOut,
     Prediction,
+    Tempered,
     best_of,
     calibrate,
     calibrate_by_folds,
@@ -809,6 +810,7 @@ class BaseLaplace(Predictive):
         form: str = "full",
         hessian_at: str = "network",
         solver: str = "auto",
+        temperatures: Sequence[float] | None = None,
     ) -> Tensor:
         """Choose the prior precisions, and a regression's noise, for the curvature as it was fitted; predictions are by them, too.
 
@@ -840,6 +842,8 @@ class BaseLaplace(Predictive):
             train_loader: of the fit's data, for "loo" and ``at="linear"``; None is what :meth:`fit` got.
             tol: with ``at="linear"``, the largest change of a precision's logarithm in a round that is none.
             form, hessian_at, solver: of :meth:`fit_linear_mode`.
+            temperatures: for "loo", each tried with each precision, in the same pass; the best one is ``self.temperature`` from then on.
+                None keeps it.
 
         Returns:
             ``self.prior_precision``: one value per parameter tensor.
@@ -877,6 +881,12 @@ class BaseLaplace(Predictive):
             raise ValueError(
                 "optimize_prior_precision: method='loo' is of the linearised network, pred_type='glm'; got 'nn'."
             )
+        if temperatures is not None:
+            if method != "loo":
+                raise ValueError(f"optimize_prior_precision: temperatures are for method='loo', got {method!r}.")
+            temperatures = [positive_number("optimize_prior_precision: temperatures", t) for t in temperatures]
+            if not temperatures:
+                raise ValueError("optimize_prior_precision: temperatures is empty; pass one or more, or None.")
         loader = (
             self._training_loader(train_loader, "optimize_prior_precision: train_loader")
             if at == "linear" or method == "loo"
@@ -900,11 +910,11 @@ class BaseLaplace(Predictive):
                 self._prior_precision = of_tensors(self, self.prior_precision)
             if method == "loo":
                 now = self.prior_precision.detach()
-                start = None if init_prior_prec is None else now
+                start = None if init_prior_prec is None else Tempered(now, self.temperature)
                 now = torch.ones_like(now) if prior_structure == "scalar" else now
                 how = Prediction(link_approx, n_samples)
-                grid = [now * factor for factor in grid]
-                self.prior_precision = best_of(self, grid, start, loader, how, progress_bar)
+                tried = [Tempered(now * factor, t) for t in temperatures or [self.temperature] for factor in grid]
+                self.prior_precision, self.temperature = best_of(self, tried, start, loader, how, progress_bar)
             elif at == "linear":
                 loader = running_the_model(features_of_fit)(self, loader, 4)
 

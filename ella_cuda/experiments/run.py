@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import functools
 import os
+import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -43,6 +45,7 @@ from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files, write_file
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.leave_one_out import have_learned_alike, knows_by_heart, training_nll
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
 from ella_cuda.run_folder import (
@@ -60,7 +63,7 @@ from ella_cuda.training.trainer import calibrated
 
 # A batch of the curvature pass is some 300 kernels, however many images it has: of few a GPU is done before Python has launched them.
 EVIDENCE_BATCH_SIZES = {"cpu": 150, "cuda": 1000}
-FOLDS_FOLDER = "folds"  # of a run's folder: the networks that saw a half of the images
+FOLDS_FOLDER, PARTS = "folds", 3  # of a run's folder: the network that has not seen one image in so many
 SAMPLED, SHOWN_COPIES = 5, 9  # images, and copies of each, that a picture shows
 MAP_EVIDENCE_BYTES = 400_000_000  # curvature of MAP networks is computed for the record only, so only where it is cheap
 
@@ -178,6 +181,9 @@ def run_one(
         holdout). In a grid's folder it has the ``digest`` of all but the seconds too. Where they are learned, ``augmentation``: amounts by
         generator. A network that averages over copies is evaluated on those of the last fit.
 
+        ``calibrated_by``, "leave-one-out" or "folds", with ``..._reason`` and ``calibration_seconds``, says what chose the precisions of
+        predictions; none of them where they are the learned ones.
+
         Where there are no images but the training ones, ``nll_leave_one_out`` (nats; None where a leverage is 1 or more).
 
         Of the Laplace approximation's calibrated predictive (``link_approx="probit"``; None where the curvature would be too large)
@@ -263,11 +269,13 @@ def _run(
             log.write(diary.evaluations)
 
     la, model, losses, reason = _trained(config, dataset, run_dir, model, bare, progress, cuda_graph, ranks, record)
-    if reason is None and config.calibration == "folds":
-        _calibrate_by_folds(config, dataset, run_dir, la, network, progress, cuda_graph, ranks)
+    calibration: dict[str, Any] = {}
+    if reason is None and config.calibration != "none":
+        calibration = _calibrate(config, dataset, run_dir, la, network, progress, cuda_graph, ranks)
 
     def described() -> dict[str, Any]:
-        return _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)
+        found = _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)
+        return found | calibration
 
     return ranks.exchange(ranks.together(lambda: described() if first else None))[0]
 
@@ -306,7 +314,6 @@ def _trained(
     evidence_loader = TensorLoader(
         dataset.train_images, dataset.train_labels, config.evidence_batch_size, data_digest=dataset.digest
     )
-    by_points = config.calibration == "leave-one-out" and not part
     la, model, _, losses = marglik_training(
         model,
         train_loader,
@@ -334,7 +341,7 @@ def _trained(
         depends_on=config.chosen,
         on_evaluation=record,
         description=f"{config.name}{part}",
-        calibrate=by_points,
+        calibrate=False,
         group=ranks.group,
     )
     reason = None
@@ -345,12 +352,10 @@ def _trained(
         else:
             own = evidence_loader if ranks.group is None else shard(evidence_loader, ranks.group)
             la.fit(own, group=ranks.group)
-            if by_points:  # by the first process, which alone evaluates
-                ranks.together(lambda: calibrated(la, evidence_loader, progress) if ranks.is_first else None)
     return la, model, losses, reason
 
 
-def _calibrate_by_folds(
+def _calibrate(
     config: RunConfig,
     dataset: Dataset,
     run_dir: Path,
@@ -359,29 +364,62 @@ def _calibrate_by_folds(
     progress: bool,
     cuda_graph: bool,
     ranks: Processes,
-) -> None:
-    """Train the run's network on each half of the images, in folders of their own, and choose the precisions of predictions by what each
-    network says of the other half."""
-    order = stratified_order(dataset.train_labels, dataset.train_ids, config.data_seed, FOLDS_FOLDER)
-    halves = [order[number::2].to(dataset.train_images.device) for number in range(2)]
-    folds = []
-    for number, (seen, unseen) in enumerate(zip(halves, reversed(halves), strict=True)):
-        folder = run_dir / FOLDS_FOLDER / str(number)
-        ranks.together(lambda at=folder: at.mkdir(parents=True, exist_ok=True) if ranks.is_first else None)
-        kept = {f"train_{kind}": getattr(dataset, f"train_{kind}")[seen] for kind in ("images", "labels", "ids")}
-        half = dataclasses.replace(dataset, **kept, digest=f"{dataset.digest}, half {number}")
-        bare = _untrained(config, network, folder).to(dataset.train_images.device)
-        model, part = averaged(config, bare), f", half {number + 1} of 2"
-        other, *_ = _trained(config, half, folder, model, bare, progress, cuda_graph, ranks, None, part)
-        rest = dataset.train_images[unseen], dataset.train_labels[unseen]
-        folds.append((other, TensorLoader(*rest, config.evidence_batch_size)))
-    if ranks.is_first:
+) -> dict[str, Any]:
+    """Choose the precisions of predictions; returns what the row says of it."""
+    began, how, fold = time.perf_counter(), config.calibration, None
+    by_heart = ranks.from_first(knows_by_heart(la))
+    why = f"it knows its training labels {'' if by_heart else 'not '}by heart ({training_nll(la):.2g} nats)"
+    if how == "auto":
+        how = "folds" if by_heart else "leave-one-out"
+    if how == "folds":
+        fold, unseen = _fold(config, dataset, run_dir, network, progress, cuda_graph, ranks)
+        why += f"; one more network of two thirds of the images knows its own at {training_nll(fold):.2g}"
+        if not ranks.from_first(have_learned_alike(la, [fold])):
+            how, why = "leave-one-out", f"{why} and has learned too little to say how sure the first may be"
+
+    def choose() -> None:
         with ExitStack() as stack:
-            for other, _ in folds:
-                stack.enter_context(
-                    same_copies(other.model, other.fitted_model.draws if config.learns_amounts else None)
-                )
-            la.calibrate(folds=folds, progress_bar=progress)
+            for each in (la, fold) if how == "folds" else (la,):
+                draws = each.fitted_model.draws if config.learns_amounts else None
+                stack.enter_context(same_copies(each.model, draws))
+            if how == "folds":
+                la.calibrate(folds=[(fold, unseen)], progress_bar=progress)
+            else:
+                with warnings.catch_warnings():  # which say what has been found above
+                    if config.calibration == "auto":
+                        warnings.filterwarnings("ignore", "calibrate: .* by heart", UserWarning)
+                    loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+                    calibrated(la, loader, progress)
+
+    ranks.together(lambda: choose() if ranks.is_first else None)
+    if la.predictive_prior_precision is None:  # too many outputs, as a warning says
+        return {}
+    seconds = round(time.perf_counter() - began, 2)
+    return {"calibrated_by": how, "calibrated_by_reason": why, "calibration_seconds": seconds}
+
+
+def _fold(
+    config: RunConfig,
+    dataset: Dataset,
+    run_dir: Path,
+    network: dict[str, int],
+    progress: bool,
+    cuda_graph: bool,
+    ranks: Processes,
+) -> tuple[KronLaplace, TensorLoader]:
+    """The run's network trained on two thirds of the images, in a folder of its own, and a loader of the others."""
+    order = stratified_order(dataset.train_labels, dataset.train_ids, config.data_seed, FOLDS_FOLDER)
+    order = order.to(dataset.train_images.device)
+    is_unseen = torch.arange(len(order), device=order.device) % PARTS == 0
+    seen, unseen, folder = order[~is_unseen], order[is_unseen], run_dir / FOLDS_FOLDER
+    ranks.together(lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.is_first else None)
+    kept = {f"train_{kind}": getattr(dataset, f"train_{kind}")[seen] for kind in ("images", "labels", "ids")}
+    part = dataclasses.replace(dataset, **kept, digest=f"{dataset.digest}, two thirds")
+    bare = _untrained(config, network, folder).to(dataset.train_images.device)
+    model, name = averaged(config, bare), ", two thirds of the images"
+    fold, *_ = _trained(config, part, folder, model, bare, progress, cuda_graph, ranks, None, name)
+    rest = dataset.train_images[unseen], dataset.train_labels[unseen]
+    return fold, TensorLoader(*rest, config.evidence_batch_size)
 
 
 def learned_from(dataset: Dataset) -> dict[str, Any]:

@@ -65,6 +65,7 @@ from ella_cuda.laplace.leave_one_out import (
     best_of,
     calibrate,
     calibrate_by_folds,
+    have_learned_alike,
     influence,
     leave_one_out,
     shuffles,
@@ -1041,8 +1042,7 @@ class BaseLaplace(Predictive):
         A network that has learned its data by heart is as sure of them without one of them, so that leaving one out in closed form does not
         tell that the network is too sure. Networks trained on parts of the data do: with ``folds`` the factor is that with the largest log
         density of the data which these have not seen, under ``prior_precision`` times it, k from -8 on; the largest factor
-        leaves the network's own outputs. Two halves cost one training more. Where data are so few that a network of half of them knows
-        much less than that of all, the factor is too small.
+        leaves the network's own outputs. One network of two thirds of the data is enough.
 
         Args:
             loader: of the fit's data, as for :meth:`leave_one_out`; None is what the fit got. The first
@@ -1060,7 +1060,9 @@ class BaseLaplace(Predictive):
             As :meth:`leave_one_out`; nothing is changed then. ValueError: a fold is of other parameters, or another likelihood.
 
         Warns:
-            UserWarning: under no factor is the NLL within the tolerance, and the largest is taken; or folds take the smallest.
+            UserWarning: under no factor is the NLL within the tolerance, and the largest is taken; or folds take the smallest. The network
+                knows its labels by heart, at a mean NLL below :data:`~ella_cuda.laplace.leave_one_out.BY_HEART` (0.1). Folds know theirs at
+                more than twice that, and twice this network's NLL, and data points are left out instead.
         """
         if folds is None:
             tolerance = positive_number("tolerance", tolerance)
@@ -1079,6 +1081,13 @@ class BaseLaplace(Predictive):
                     raise ValueError(
                         f"calibrate: folds[{number}] must have {name} of {ours}, got {theirs}; fit it to a network of the same kind."
                     )
+        if not have_learned_alike(self, [other for other, _ in folds]):
+            warnings.warn(
+                "calibrate: the folds' networks have learned their own data far less than this one has, and would ask for too much variance, "
+                "so that data points are left out instead; train them longer, or on larger parts of the data.",
+                stacklevel=2,
+            )
+            return self.calibrate(progress_bar=progress_bar)
         self.predictive_prior_precision = calibrate_by_folds(self, folds, progress_bar)
         return self.predictive_prior_precision
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SCALES = tuple(10.0**k for k in range(7))  # of the precisions of a ranking
 FACTORS = tuple(10 ** (k / 4) for k in range(29))  # of the precisions of a calibration
 FOLDS_FACTORS = tuple(10 ** (k / 4) for k in range(-8, 29))  # and of one by folds, which may ask for more variance
+BY_HEART = 0.1  # nats of a training label, below which a network knows its data by heart
+ENOUGH = 2  # times the NLL of another network on its own data that a fold's may have
 CALIBRATION_POINTS = 500  # data points that a calibration takes at most
 WORK = 1e12  # products of covariances that nobody asked for: minutes of a core
 LEAST = 50  # data points, however many products they take
@@ -234,10 +236,36 @@ def best_of(
     return candidates[int(totals.where(possible, -math.inf).argmax())]
 
 
+def training_nll(la: Predictive) -> float:
+    """What the network itself says of the fit's targets: the mean negative log density of one, nats."""
+    return -float(la.log_likelihood) / la.n_targets
+
+
+def knows_by_heart(la: Predictive) -> bool:
+    """Whether the network leaves next to no gradient at the labels of its fit, so that leaving one of them out changes nothing."""
+    return la.likelihood_function.has_classes and training_nll(la) < BY_HEART
+
+
+def have_learned_alike(la: Predictive, folds: Iterable[Predictive]) -> bool:
+    """Whether networks of parts of la's data have learned these as la's has learned all: to at most :data:`ENOUGH` times its NLL, or as often
+    :data:`BY_HEART`. Networks that have learned less are wrong more often, and ask for too much variance."""
+    if not la.likelihood_function.has_classes:
+        return True
+    seen = [(other.n_targets, training_nll(other)) for other in folds]
+    mean = sum(count * nll for count, nll in seen) / sum(count for count, _ in seen)
+    return mean <= ENOUGH * max(BY_HEART, training_nll(la))
+
+
 @running_the_model
 @torch.no_grad()
 def calibrate(la: Predictive, loader: Iterable[Any], tolerance: float, progress_bar: bool) -> Tensor:
     """The precisions of predictions; see :meth:`ella_cuda.laplace.KronLaplace.calibrate`."""
+    if knows_by_heart(la):
+        warnings.warn(
+            f"calibrate: the network predicts its training labels at {training_nll(la):.2g} nats, as by heart, so that leaving one out "
+            "hardly changes it and does not tell how sure it may be of new data; pass folds=, networks of a part of the data each.",
+            stacklevel=5,
+        )
     weight, now, how, where = data_weight(la), la.prior_precision.detach(), Prediction(), "calibrate"
     posteriors = [la._posterior(now * factor, weight) for factor in FACTORS]
     totals, alone, count, last = weight.new_zeros(len(FACTORS)), weight.new_zeros(()), 0, len(FACTORS) - 1

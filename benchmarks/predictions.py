@@ -11,10 +11,11 @@ quadrants               runs of ``ella-cuda train`` on the digits: tasks "digit"
 300 further training images are held out: ways that use them say so in the column "held out", the others do not train on them. Ways:
 
 softmax           of the network
-calibrated        la(x) after ``la.calibrate()``, of a run as it is loaded; of the CONV network at precisions that start from 1
+default           la(x) as ``ella-cuda train`` leaves it: "folds" where the network knows its images by heart, else "leave-one-out"; of
+                  the CONV network at precisions that start from 1
+leave-one-out     la(x) after ``la.calibrate()``
+folds             la(x) after ``la.calibrate(folds=...)`` by one network more, trained on two thirds of the images
 evidence          la(x) at the precisions that the evidence chose (MacKay's fixed points, or the run's), not calibrated
-both              la(x) after ``la.calibrate()`` at these precisions
-folds             la(x) after ``la.calibrate(folds=...)`` by two networks, each trained on half of the images; starts from 1
 temperature       softmax of logits divided by the temperature that is best on the held-out images
 gridsearch, ...   one prior precision, best on the held-out images of 17 powers of ten from 1e-2 to 1e6: of Kronecker factors of all
                   layers or the last one, of the diagonal, of the full matrix of 400 parameters of the largest variance, or drawn
@@ -40,6 +41,7 @@ import itertools
 import json
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,7 @@ from tqdm import tqdm
 from ella_cuda import metrics
 from ella_cuda.data import Dataset, TensorLoader, load, make_task, normalized_as, subsample
 from ella_cuda.experiments import configure, load_run, prepare_for, run_one
+from ella_cuda.experiments.run import PARTS
 from ella_cuda.files import write_file
 from ella_cuda.laplace import (
     DiagLaplace,
@@ -62,6 +65,7 @@ from ella_cuda.laplace import (
     RandomSubnetMask,
     SubnetLaplace,
 )
+from ella_cuda.laplace.leave_one_out import knows_by_heart
 from ella_cuda.reports.pictures.page import logarithmic_scale
 
 TEST = {"digits": None, "fashion-mnist": 1000}  # images; None is all
@@ -74,7 +78,7 @@ Pair = tuple[Tensor, Tensor]
 @dataclasses.dataclass
 class Trained:
     """A network and its data: pairs of images and labels, and images of another data set. ``la`` is that of a run, fitted and calibrated;
-    ``again`` trains another network, ``folds`` calibrates by two more, of half of the data each."""
+    ``again`` trains another network, ``folds`` calibrates by one more, of two thirds of the data."""
 
     model: nn.Module
     train: Pair
@@ -137,14 +141,13 @@ def conv(name: str, train: int, seed: int, epochs: int | None, _: Path) -> Train
     def again(number: int) -> nn.Module:
         return fitted_network(*kept, epochs or EPOCHS, seed + 1000 * number)
 
+    @functools.cache
     def folds() -> KronLaplace:
-        halves = [tuple(t[number::2] for t in kept) for number in range(2)]
-        fitted = [
-            KronLaplace(fitted_network(*half, epochs or EPOCHS, seed)).fit(TensorLoader(*half, 100)) for half in halves
-        ]
+        is_unseen = torch.arange(len(kept[0])) % PARTS == 0
+        seen, unseen = ([t[some] for t in kept] for some in (~is_unseen, is_unseen))
+        other = KronLaplace(fitted_network(*seen, epochs or EPOCHS, seed)).fit(TensorLoader(*seen, 100))
         la = copy.copy(made.kron)
-        unseen = [TensorLoader(*half, 100) for half in reversed(halves)]
-        la.calibrate(folds=[*zip(fitted, unseen, strict=True)])
+        la.calibrate(folds=[(other, TensorLoader(*unseen, 100))])
         return la
 
     made = Trained(again(0), kept, held, (test, data.test_labels), others, again, folds)
@@ -166,8 +169,9 @@ def quadrants(task: str, layer: str, objective: str, seed: int, epochs: int | No
         run_one(own, folder / own.name, progress=False)
         return load_run(folder / own.name, fit=not number)
 
+    @functools.cache
     def folds() -> KronLaplace:
-        own = folder / f"{config.name}-folds"
+        own = folder / config.name  # whose network is trained
         run_one(dataclasses.replace(config, calibration="folds"), own, progress=False)
         return load_run(own, fit=True).la
 
@@ -216,9 +220,16 @@ def at_evidence(made: Trained) -> KronLaplace:
     return la
 
 
-def calibrated(la: KronLaplace, made: Trained) -> KronLaplace:
-    la.calibrate(made.loader)
+def left_out(made: Trained) -> KronLaplace:
+    la = copy.copy(made.la or made.kron)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "calibrate: .* by heart", UserWarning)
+        la.calibrate(made.loader)
     return la
+
+
+def by_default(made: Trained) -> KronLaplace:
+    return made.la or (made.folds() if knows_by_heart(made.kron) else left_out(made))
 
 
 def of_laplace_torch(made: Trained) -> Predict:
@@ -237,10 +248,10 @@ def ensemble(made: Trained) -> Predict:
 
 WAYS: dict[str, tuple[int, Callable[[Trained, int], Predict]]] = {  # held-out images, and what makes predictions
     "softmax": (0, lambda made, _: softmax(made.model)),
-    "calibrated": (0, lambda made, _: made.la or calibrated(copy.copy(made.kron), made)),
-    "evidence": (0, lambda made, _: at_evidence(made)),
-    "both": (0, lambda made, _: calibrated(at_evidence(made), made)),
+    "default": (0, lambda made, _: by_default(made)),
+    "leave-one-out": (0, lambda made, _: left_out(made)),
     "folds": (0, lambda made, _: made.folds()),
+    "evidence": (0, lambda made, _: at_evidence(made)),
     "laplace-torch": (0, lambda made, _: of_laplace_torch(made)),
     "ensemble": (0, lambda made, _: ensemble(made)),
     "temperature": (HELD_OUT, lambda made, _: with_temperature(made)),

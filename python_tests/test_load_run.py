@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ella_cuda.digest import sealed
 from ella_cuda.experiments import LoadedRun, RunConfig, configure, evaluate, load_run, prepare_for, run_grid, run_one
@@ -121,8 +122,9 @@ def test_folders_that_cannot_be_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["map", "evidence"])
-def test_halves_of_the_images_choose_the_precisions_of_predictions(objective, tmp_path, monkeypatch):
-    """By what each network says of the other half; a run that was killed between them goes on, and a loaded one has them."""
+@pytest.mark.parametrize("calibration", ["folds", "auto"])
+def test_a_network_of_two_thirds_chooses_the_precisions_of_predictions(objective, calibration, tmp_path, monkeypatch):
+    """By what it says of the others; a run that was killed before goes on, and a loaded one has them."""
     calls, training = [], run_module.marglik_training
 
     def watched(model, loader, *args, **options):
@@ -132,24 +134,24 @@ def test_halves_of_the_images_choose_the_precisions_of_predictions(objective, tm
         return found
 
     monkeypatch.setattr(run_module, "marglik_training", watched)
-    changes = {"calibration": "folds", "train_size": 160, "epochs": 30, "width": 2}
+    monkeypatch.setattr("ella_cuda.laplace.leave_one_out.BY_HEART", 2.0)
+    changes = {"calibration": calibration, "train_size": 160, "epochs": 30, "width": 2}
     config = configure("digits", "plain", "conv", objective, **SMALL | changes)
-    with interrupted(run_module, "marglik_training", lambda *_: len(calls) == 2), pytest.raises(KeyboardInterrupt):
+    with interrupted(run_module, "marglik_training", lambda *_: len(calls) == 1), pytest.raises(KeyboardInterrupt):
         run_one(config, tmp_path, progress=False)
     calls.clear()
     row = run_one(config, tmp_path, progress=False)
-    (images, _, whole, _), *halves = calls
-    one, other = (half[0] for half in halves)
-    assert len(one) == len(other) == 80
-    assert {x.numpy().tobytes() for x in torch.cat([one, other])} == {x.numpy().tobytes() for x in images}
-    assert not {x.numpy().tobytes() for x in one} & {x.numpy().tobytes() for x in other}
-    labels = {x.numpy().tobytes(): y for x, y in zip(images, prepare_for(config).train_labels, strict=True)}
+    (images, _, whole, _), (seen, _, la, _) = calls
+    assert len(seen) == 106
+    known = {x.numpy().tobytes() for x in seen}
+    labels = prepare_for(config).train_labels
+    pairs = [(x, y) for x, y in zip(images, labels, strict=True) if x.numpy().tobytes() not in known]
+    unseen, y = (torch.stack(part) for part in zip(*pairs, strict=True))
+    assert len(unseen) == 54 and known < {x.numpy().tobytes() for x in images}
     totals = torch.zeros(37, dtype=torch.float64)
-    for (_, _, la, _), unseen in zip(halves, (other, one), strict=True):
-        y = torch.stack([labels[x.numpy().tobytes()] for x in unseen])
-        for k in range(37):
-            la.predictive_prior_precision = whole.prior_precision * 10 ** (k / 4 - 2)
-            totals[k] += la(unseen).double().log()[torch.arange(len(y)), y].sum()
+    for k in range(37):
+        la.predictive_prior_precision = whole.prior_precision * 10 ** (k / 4 - 2)
+        totals[k] = la(unseen).double().log()[torch.arange(len(y)), y].sum()
     assert 0 < int(totals.argmax()) < 36
     chosen = whole.prior_precision * 10 ** (int(totals.argmax()) / 4 - 2)
     torch.testing.assert_close(whole.predictive_prior_precision, chosen, rtol=1e-12, atol=0)
@@ -158,3 +160,24 @@ def test_halves_of_the_images_choose_the_precisions_of_predictions(objective, tm
     data = prepare_for(config)
     p = loaded.la(data.test_images).double()[torch.arange(40), data.test_labels]
     assert row["nll_predictive"] == pytest.approx(-float(p.log().mean()), rel=1e-5)
+    nll = F.cross_entropy(loaded.model(data.train_images), data.train_labels).item()
+    assert row["calibrated_by"] == "folds" and f"by heart ({nll:.2g} nats)" in row["calibrated_by_reason"]
+
+
+@pytest.mark.parametrize("by_heart", [False, True])
+def test_images_are_left_out_where_no_other_network_helps(by_heart, tmp_path, monkeypatch):
+    """Where the network does not know them by heart, or two thirds are too few to learn."""
+    trainings, training = [], run_module.marglik_training
+    monkeypatch.setattr(
+        run_module, "marglik_training", lambda *args, **how: trainings.append(how) or training(*args, **how)
+    )
+    if by_heart:
+        monkeypatch.setattr(run_module, "knows_by_heart", lambda la: True)
+        monkeypatch.setattr("ella_cuda.laplace.leave_one_out.ENOUGH", 0.0)
+    config = configure("digits", "plain", "conv", "map", **SMALL | {"train_size": 160, "epochs": 8})
+    row = run_one(config, tmp_path, progress=False)
+    assert row["calibrated_by"] == "leave-one-out" and len(trainings) == 1 + by_heart
+    assert ("has learned too little" in row["calibrated_by_reason"]) == by_heart
+    other, data = load_run(tmp_path, fit=True).la, prepare_for(config)
+    found, other.predictive_prior_precision = other.predictive_prior_precision, None
+    torch.testing.assert_close(other.calibrate([(data.train_images, data.train_labels)]), found)

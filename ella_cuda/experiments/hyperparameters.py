@@ -26,7 +26,7 @@ from ella_cuda.reports.text import OBJECTIVE_TITLES
 from ella_cuda.training.learners import HYPER_OPTIMIZERS, STEP_LIMIT, WORDS, learner_arguments
 
 OBJECTIVES = tuple(OBJECTIVE_TITLES)  # in the order of the tables
-CALIBRATIONS = ("leave-one-out", "folds", "none")
+CALIBRATIONS = ("auto", "leave-one-out", "folds", "none")
 ERROR_BARS = ("auto", "all", "last-layer")
 RESTARTS = ("none", "evidence")  # of the learning rate
 TOGETHER = sorted(word for word, learner in WORDS.items() if not learner.alone)
@@ -394,10 +394,11 @@ class EvaluationConfig:
         "turned by 0, 15, ..., 180 degrees",
     )
     calibration: str = setting(
-        "leave-one-out",
+        "auto",
         choices=CALIBRATIONS,
-        help="what chooses the precisions of predictions: each training image left out, in closed form; two more networks, trained on a half "
-        "of the images each, which are better where the softmax is too sure; or nothing, for the learned ones",
+        help="what chooses the precisions of predictions: each training image left out, in closed form; one more network, trained on two "
+        "thirds of the images and asked about the others; or nothing, for the learned ones. auto leaves images out, and trains the other "
+        "network where the first knows its images by heart, so that without one it is as sure",
     )
     error_bars: str = setting(
         "auto",

@@ -162,7 +162,7 @@ def load_run(
     Args:
         run_dir: the run's own folder, which holds ``checkpoint.pt``: a folder of ``ella-cuda train`` has one for each run.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``, whatever the run was on; ``auto`` is the GPU if there is one.
-        fit: fit ``la`` and calibrate it, so that it predicts as at the run's end.
+        fit: fit ``la`` and calibrate it, so that it predicts as at the run's end; of a run that has not ended, by leave-one-out.
         model: of a run whose network is ``module:function``, that name.
         data_dir, download: see :func:`ella_cuda.data.load`.
 
@@ -218,7 +218,8 @@ def load_run(
             la.fit(loader)
             history = read_history(run_dir)
             if PREDICTIVE not in history:  # the run is not finished
-                calibrated(la, loader)
+                if config.calibration != "none":
+                    calibrated(la, loader)
             elif by_name := history[PREDICTIVE]:
                 values = [by_name[name] for name in la.parameter_names]
                 la.predictive_prior_precision = torch.tensor(values, dtype=torch.float64)

@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import functools
 import os
+import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -44,7 +46,7 @@ from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files, write_file
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.laplace.leave_one_out import affordable
+from ella_cuda.laplace.leave_one_out import affordable, have_learned_alike, knows_by_heart, training_nll
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
 from ella_cuda.run_folder import (
@@ -62,7 +64,7 @@ from ella_cuda.training.trainer import calibrated
 
 # A batch of the curvature pass is some 300 kernels, however many images it has: of few a GPU is done before Python has launched them.
 EVIDENCE_BATCH_SIZES = {"cpu": 150, "cuda": 1000}
-FOLDS_FOLDER = "folds"  # of a run's folder: the networks that saw a half of the images
+FOLDS_FOLDER, PARTS = "folds", 3  # of a run's folder: the network that has not seen one image in so many
 SAMPLED, SHOWN_COPIES = 5, 9  # images, and copies of each, that a picture shows
 MAP_EVIDENCE_BYTES = 400_000_000  # curvature of MAP networks is computed for the record only, so only where it is cheap
 
@@ -188,6 +190,9 @@ def run_one(
         holdout). In a grid's folder it has the ``digest`` of all but the seconds too. Where they are learned, ``augmentation``: amounts by
         generator. A network that averages over copies is evaluated on those of the last fit.
 
+        ``calibrated_by``, "leave-one-out" or "folds", with ``..._reason`` and ``calibration_seconds``, says what chose the precisions of
+        predictions; none of them where they are the learned ones.
+
         Of images of one's own, ``nll_leave_one_out`` of the training images, of large networks fewer (nats; None where a leverage is 1 or
         more, or without error bars).
 
@@ -276,28 +281,39 @@ def _run(
             log.write(diary.evaluations)
 
     la, model, losses, reason = _trained(config, dataset, run_dir, model, bare, progress, cuda_graph, ranks, record)
-    posterior = None if reason else la
-    if by_last_layer(config, bare, dataset.num_classes):
-        posterior = of_last_layer(config, la, dataset.num_classes)
-        ranks.together(lambda: _fit_last_layer(config, dataset, la, posterior, progress) if first else None)
-    if posterior is not None and config.calibration == "folds":
-        _calibrate_by_folds(config, dataset, run_dir, posterior, network, progress, cuda_graph, ranks)
+    posterior = _posterior(config, dataset, la, bare, reason, progress, ranks)
+    calibration: dict[str, Any] = {}
+    if posterior is not None and config.calibration != "none":
+        calibration = _calibrate(config, dataset, run_dir, posterior, network, progress, cuda_graph, ranks)
 
     def row() -> dict[str, Any]:
-        return _row(config, dataset, asked, model, bare, la, posterior, losses, reason, diary, log, run_dir, progress)
+        found = _row(config, dataset, asked, model, bare, la, posterior, losses, reason, diary, log, run_dir, progress)
+        return found | calibration
 
     return ranks.exchange(ranks.together(lambda: row() if first else None))[0]
 
 
-def _fit_last_layer(
-    config: RunConfig, dataset: Dataset, la: KronLaplace, posterior: KronLaplace, progress: bool, calibrate: bool = True
-) -> None:
-    """Fit the last layer's approximation as the run's own is, and calibrate it where the run says so."""
-    loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
-    with same_copies(la.model, la.fitted_model.draws):
-        posterior.fit(loader, progress_bar=progress)
-        if calibrate and config.calibration == "leave-one-out":
-            calibrated(posterior, loader, progress)
+def _posterior(
+    config: RunConfig,
+    dataset: Dataset,
+    la: KronLaplace,
+    bare: nn.Module,
+    reason: str | None,
+    progress: bool,
+    ranks: Processes,
+) -> KronLaplace | None:
+    """What the run predicts by: its approximation, or that of its last layer, which rank 0 alone fits; None where there is none."""
+    if not by_last_layer(config, bare, dataset.num_classes):
+        return None if reason else la
+    posterior = of_last_layer(config, la, dataset.num_classes)
+
+    def fit() -> None:
+        loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+        with same_copies(la.model, la.fitted_model.draws):
+            posterior.fit(loader, progress_bar=progress)
+
+    ranks.together(lambda: fit() if ranks.is_first else None)
+    return posterior
 
 
 def _untrained(config: RunConfig, network: dict[str, int], folder: Path) -> nn.Module:
@@ -334,8 +350,6 @@ def _trained(
     evidence_loader = TensorLoader(
         dataset.train_images, dataset.train_labels, config.evidence_batch_size, data_digest=dataset.digest
     )
-    whole = not by_last_layer(config, bare, dataset.num_classes)
-    by_points = config.calibration == "leave-one-out" and whole and not part
     la, model, _, losses = marglik_training(
         model,
         train_loader,
@@ -363,7 +377,7 @@ def _trained(
         depends_on=config.chosen,
         on_evaluation=record,
         description=f"{config.name}{part}",
-        calibrate=by_points,
+        calibrate=False,
         group=ranks.group,
     )
     reason = None
@@ -374,12 +388,10 @@ def _trained(
         else:
             own = evidence_loader if ranks.group is None else shard(evidence_loader, ranks.group)
             la.fit(own, group=ranks.group)
-            if by_points:  # by the first process, which alone evaluates
-                ranks.together(lambda: calibrated(la, evidence_loader, progress) if ranks.is_first else None)
     return la, model, losses, reason
 
 
-def _calibrate_by_folds(
+def _calibrate(
     config: RunConfig,
     dataset: Dataset,
     run_dir: Path,
@@ -388,32 +400,69 @@ def _calibrate_by_folds(
     progress: bool,
     cuda_graph: bool,
     ranks: Processes,
-) -> None:
-    """Train the run's network on each half of the images, in folders of their own, and choose the precisions of predictions by what each
-    network says of the other half."""
-    order = stratified_order(dataset.train_labels, dataset.train_ids, config.data_seed, FOLDS_FOLDER)
-    halves = [order[number::2].to(dataset.train_images.device) for number in range(2)]
-    folds = []
-    for number, (seen, unseen) in enumerate(zip(halves, reversed(halves), strict=True)):
-        folder = run_dir / FOLDS_FOLDER / str(number)
-        ranks.together(lambda at=folder: at.mkdir(parents=True, exist_ok=True) if ranks.is_first else None)
-        kept = {f"train_{kind}": getattr(dataset, f"train_{kind}")[seen] for kind in ("images", "labels", "ids")}
-        half = dataclasses.replace(dataset, **kept, digest=f"{dataset.digest}, half {number}")
-        bare = _untrained(config, network, folder).to(dataset.train_images.device)
-        model, part = averaged(config, bare), f", half {number + 1} of 2"
-        other, *_ = _trained(config, half, folder, model, bare, progress, cuda_graph, ranks, None, part)
-        draws = other.fitted_model.draws if config.learns_amounts else None
-        if by_last_layer(config, bare, dataset.num_classes):
-            full, other = other, of_last_layer(config, other, dataset.num_classes)
-            if ranks.is_first:
-                _fit_last_layer(config, half, full, other, progress, calibrate=False)
-        rest = dataset.train_images[unseen], dataset.train_labels[unseen]
-        folds.append((other, TensorLoader(*rest, config.evidence_batch_size), draws))
-    if ranks.is_first:
+) -> dict[str, Any]:
+    """Choose the precisions of predictions; returns what the row says of it."""
+    began, how, fold, first = time.perf_counter(), config.calibration, None, ranks.is_first
+    by_heart, nll = _of_first(ranks, lambda: (knows_by_heart(la), training_nll(la)))
+    why = f"it knows its training labels {'' if by_heart else 'not '}by heart ({nll:.2g} nats)"
+    if how == "auto":
+        how = "folds" if by_heart else "leave-one-out"
+    if how == "folds":
+        fold, unseen = _fold(config, dataset, run_dir, network, progress, cuda_graph, ranks)
+        alike, nll = _of_first(ranks, lambda: (have_learned_alike(la, [fold]), training_nll(fold)))
+        why += f"; one more network of two thirds of the images knows its own at {nll:.2g}"
+        if not alike:
+            how, why = "leave-one-out", f"{why} and has learned too little to say how sure the first may be"
+
+    def choose() -> None:
         with ExitStack() as stack:
-            for other, _, draws in folds:
-                stack.enter_context(same_copies(other.model, draws))
-            la.calibrate(folds=[(other, loader) for other, loader, _ in folds], progress_bar=progress)
+            for each in (la, fold) if how == "folds" else (la,):
+                draws = each.fitted_model.draws if config.learns_amounts else None
+                stack.enter_context(same_copies(each.model, draws))
+            if how == "folds":
+                la.calibrate(folds=[(fold, unseen)], progress_bar=progress)
+            else:
+                with warnings.catch_warnings():  # which say what has been found above
+                    if config.calibration == "auto":
+                        warnings.filterwarnings("ignore", "calibrate: .* by heart", UserWarning)
+                    loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+                    calibrated(la, loader, progress)
+
+    ranks.together(lambda: choose() if first else None)
+    if la.predictive_prior_precision is None:  # too many outputs, as a warning says
+        return {}
+    seconds = round(time.perf_counter() - began, 2)
+    return {"calibrated_by": how, "calibrated_by_reason": why, "calibration_seconds": seconds}
+
+
+def _of_first(ranks: Processes, work: Callable[[], tuple[bool, float]]) -> tuple[bool, float]:
+    """What rank 0 finds, everywhere."""
+    return ranks.from_first(ranks.together(lambda: work() if ranks.is_first else None))
+
+
+def _fold(
+    config: RunConfig,
+    dataset: Dataset,
+    run_dir: Path,
+    network: dict[str, int],
+    progress: bool,
+    cuda_graph: bool,
+    ranks: Processes,
+) -> tuple[KronLaplace, TensorLoader]:
+    """The run's network trained on two thirds of the images, in a folder of its own, and a loader of the others."""
+    order = stratified_order(dataset.train_labels, dataset.train_ids, config.data_seed, FOLDS_FOLDER)
+    order = order.to(dataset.train_images.device)
+    is_unseen = torch.arange(len(order), device=order.device) % PARTS == 0
+    seen, unseen, folder = order[~is_unseen], order[is_unseen], run_dir / FOLDS_FOLDER
+    ranks.together(lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.is_first else None)
+    kept = {f"train_{kind}": getattr(dataset, f"train_{kind}")[seen] for kind in ("images", "labels", "ids")}
+    part = dataclasses.replace(dataset, **kept, digest=f"{dataset.digest}, two thirds")
+    bare = _untrained(config, network, folder).to(dataset.train_images.device)
+    model, name = averaged(config, bare), ", two thirds of the images"
+    la, _, _, reason = _trained(config, part, folder, model, bare, progress, cuda_graph, ranks, None, name)
+    fold = _posterior(config, part, la, bare, reason, progress, ranks)
+    rest = dataset.train_images[unseen], dataset.train_labels[unseen]
+    return fold, TensorLoader(*rest, config.evidence_batch_size)
 
 
 def learned_from(dataset: Dataset) -> dict[str, Any]:

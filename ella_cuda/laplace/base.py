@@ -61,9 +61,11 @@ from ella_cuda.laplace.leave_one_out import (
     Influence,
     LeaveOneOut,
     Prediction,
+    Tempered,
     best_of,
     calibrate,
     calibrate_by_folds,
+    have_learned_alike,
     influence,
     leave_one_out,
     shuffles,
@@ -809,6 +811,7 @@ class BaseLaplace(Predictive):
         form: str = "full",
         hessian_at: str = "network",
         solver: str = "auto",
+        temperatures: Sequence[float] | None = None,
     ) -> Tensor:
         """Choose the prior precisions, and a regression's noise, for the curvature as it was fitted; predictions are by them, too.
 
@@ -840,6 +843,8 @@ class BaseLaplace(Predictive):
             train_loader: of the fit's data, for "loo" and ``at="linear"``; None is what :meth:`fit` got.
             tol: with ``at="linear"``, the largest change of a precision's logarithm in a round that is none.
             form, hessian_at, solver: of :meth:`fit_linear_mode`.
+            temperatures: for "loo", each tried with each precision, in the same pass; the best one is ``self.temperature`` from then on.
+                None keeps it.
 
         Returns:
             ``self.prior_precision``: one value per parameter tensor.
@@ -877,6 +882,12 @@ class BaseLaplace(Predictive):
             raise ValueError(
                 "optimize_prior_precision: method='loo' is of the linearised network, pred_type='glm'; got 'nn'."
             )
+        if temperatures is not None:
+            if method != "loo":
+                raise ValueError(f"optimize_prior_precision: temperatures are for method='loo', got {method!r}.")
+            temperatures = [positive_number("optimize_prior_precision: temperatures", t) for t in temperatures]
+            if not temperatures:
+                raise ValueError("optimize_prior_precision: temperatures is empty; pass one or more, or None.")
         loader = (
             self._training_loader(train_loader, "optimize_prior_precision: train_loader")
             if at == "linear" or method == "loo"
@@ -900,11 +911,11 @@ class BaseLaplace(Predictive):
                 self._prior_precision = of_tensors(self, self.prior_precision)
             if method == "loo":
                 now = self.prior_precision.detach()
-                start = None if init_prior_prec is None else now
+                start = None if init_prior_prec is None else Tempered(now, self.temperature)
                 now = torch.ones_like(now) if prior_structure == "scalar" else now
                 how = Prediction(link_approx, n_samples)
-                grid = [now * factor for factor in grid]
-                self.prior_precision = best_of(self, grid, start, loader, how, progress_bar)
+                tried = [Tempered(now * factor, t) for t in temperatures or [self.temperature] for factor in grid]
+                self.prior_precision, self.temperature = best_of(self, tried, start, loader, how, progress_bar)
             elif at == "linear":
                 loader = running_the_model(features_of_fit)(self, loader, 4)
 
@@ -1031,8 +1042,7 @@ class BaseLaplace(Predictive):
         A network that has learned its data by heart is as sure of them without one of them, so that leaving one out in closed form does not
         tell that the network is too sure. Networks trained on parts of the data do: with ``folds`` the factor is that with the largest log
         density of the data which these have not seen, under ``prior_precision`` times it, k from -8 on; the largest factor
-        leaves the network's own outputs. Two halves cost one training more. Where data are so few that a network of half of them knows
-        much less than that of all, the factor is too small.
+        leaves the network's own outputs. One network of two thirds of the data is enough.
 
         Args:
             loader: of the fit's data, as for :meth:`leave_one_out`; None is what the fit got. The first
@@ -1050,7 +1060,9 @@ class BaseLaplace(Predictive):
             As :meth:`leave_one_out`; nothing is changed then. ValueError: a fold is of other parameters, or another likelihood.
 
         Warns:
-            UserWarning: under no factor is the NLL within the tolerance, and the largest is taken; or folds take the smallest.
+            UserWarning: under no factor is the NLL within the tolerance, and the largest is taken; or folds take the smallest. The network
+                knows its labels by heart, at a mean NLL below :data:`~ella_cuda.laplace.leave_one_out.BY_HEART` (0.1). Folds know theirs at
+                more than twice that, and twice this network's NLL, and data points are left out instead.
         """
         if folds is None:
             tolerance = positive_number("tolerance", tolerance)
@@ -1069,6 +1081,13 @@ class BaseLaplace(Predictive):
                     raise ValueError(
                         f"calibrate: folds[{number}] must have {name} of {ours}, got {theirs}; fit it to a network of the same kind."
                     )
+        if not have_learned_alike(self, [other for other, _ in folds]):
+            warnings.warn(
+                "calibrate: the folds' networks have learned their own data far less than this one has, and would ask for too much variance, "
+                "so that data points are left out instead; train them longer, or on larger parts of the data.",
+                stacklevel=2,
+            )
+            return self.calibrate(progress_bar=progress_bar)
         self.predictive_prior_precision = calibrate_by_folds(self, folds, progress_bar)
         return self.predictive_prior_precision
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SCALES = tuple(10.0**k for k in range(7))  # of the precisions of a ranking
 FACTORS = tuple(10 ** (k / 4) for k in range(29))  # of the precisions of a calibration
 FOLDS_FACTORS = tuple(10 ** (k / 4) for k in range(-8, 29))  # and of one by folds, which may ask for more variance
+BY_HEART = 0.1  # nats of a training label, below which a network knows its data by heart
+ENOUGH = 2  # times the NLL of another network on its own data that a fold's may have
 CALIBRATION_POINTS = 500  # data points that a calibration takes at most
 WORK = 1e12  # products of covariances that nobody asked for: minutes of a core
 LEAST = 50  # data points, however many products they take
@@ -115,6 +117,13 @@ class Left(NamedTuple):
         return self.leverage >= 1
 
 
+class Tempered(NamedTuple):
+    """A posterior's prior precisions, one value for each tensor, and temperature."""
+
+    precision: Tensor
+    temperature: float
+
+
 class Prediction(NamedTuple):
     """How densities come from Gaussian outputs: arguments of a call of an approximation."""
 
@@ -180,25 +189,25 @@ def _results(
 @torch.no_grad()
 def best_of(
     la: Predictive,
-    precisions: Sequence[Tensor],
-    start: Tensor | None,
+    candidates: Sequence[Tempered],
+    start: Tempered | None,
     loader: Iterable[Any],
     how: Prediction,
     progress_bar: bool,
-) -> Tensor:
-    """The prior precisions, one value for each tensor, with the largest sum of leave-one-out log densities among those under which all are
-    defined; ValueError where there are none.
+) -> Tempered:
+    """The candidate with the largest sum of leave-one-out log densities among those under which all are defined; ValueError where there are
+    none.
 
     Args:
-        start: precisions under which the means are those without the data point; a warning says how many data points have none and no part in
-            the sum. None is those whose covariance it is.
+        start: under which the means are those without the data point; a warning says how many data points have none and no part in the sum.
+            None is the candidate whose covariance it is.
     """
-    weight = data_weight(la)
-    tried = [*precisions] if start is None else [start, *precisions]
-    posteriors = [la._posterior(precision, weight) for precision in tried]
-    totals = weight.new_zeros(len(tried))
+    tried, where = [*candidates] if start is None else [start, *candidates], "optimize_prior_precision"
+    weights = [data_weight(la) * la.temperature / temperature for _, temperature in tried]
+    posteriors = [la._posterior(precision, weight) for (precision, _), weight in zip(tried, weights, strict=True)]
+    totals = data_weight(la).new_zeros(len(tried))
     undefined, count = torch.zeros_like(totals), 0
-    for place, mean, targets, left in left_out(la, posteriors, loader, how, "optimize_prior_precision", progress_bar):
+    for place, mean, targets, left in left_out(la, posteriors, loader, how, where, progress_bar, weights=weights):
         if start is None or not place:
             means, count = left, count + (len(mean) if not place else 0)
         density = _log_density(la, mean + means.influence, left.covariance, targets, how)
@@ -222,15 +231,41 @@ def best_of(
         raise ValueError(
             "optimize_prior_precision: method='loo' takes precisions under which no data point has a leverage of 1 or more, which none of "
             f"the grid is: at its end {int(undefined[-1])} have; increase log_prior_prec_max, now at precisions up to "
-            f"{precisions[-1].max().item():.3g}."
+            f"{candidates[-1].precision.max().item():.3g}."
         )
-    return precisions[int(totals.where(possible, -math.inf).argmax())]
+    return candidates[int(totals.where(possible, -math.inf).argmax())]
+
+
+def training_nll(la: Predictive) -> float:
+    """What the network itself says of the fit's targets: the mean negative log density of one, nats."""
+    return -float(la.log_likelihood) / la.n_targets
+
+
+def knows_by_heart(la: Predictive) -> bool:
+    """Whether the network leaves next to no gradient at the labels of its fit, so that leaving one of them out changes nothing."""
+    return la.likelihood_function.has_classes and training_nll(la) < BY_HEART
+
+
+def have_learned_alike(la: Predictive, folds: Iterable[Predictive]) -> bool:
+    """Whether networks of parts of la's data have learned these as la's has learned all: to at most :data:`ENOUGH` times its NLL, or as often
+    :data:`BY_HEART`. Networks that have learned less are wrong more often, and ask for too much variance."""
+    if not la.likelihood_function.has_classes:
+        return True
+    seen = [(other.n_targets, training_nll(other)) for other in folds]
+    mean = sum(count * nll for count, nll in seen) / sum(count for count, _ in seen)
+    return mean <= ENOUGH * max(BY_HEART, training_nll(la))
 
 
 @running_the_model
 @torch.no_grad()
 def calibrate(la: Predictive, loader: Iterable[Any], tolerance: float, progress_bar: bool) -> Tensor:
     """The precisions of predictions; see :meth:`ella_cuda.laplace.KronLaplace.calibrate`."""
+    if knows_by_heart(la):
+        warnings.warn(
+            f"calibrate: the network predicts its training labels at {training_nll(la):.2g} nats, as by heart, so that leaving one out "
+            "hardly changes it and does not tell how sure it may be of new data; pass folds=, networks of a part of the data each.",
+            stacklevel=5,
+        )
     weight, now, how, where = data_weight(la), la.prior_precision.detach(), Prediction(), "calibrate"
     posteriors = [la._posterior(now * factor, weight) for factor in FACTORS]
     totals, alone, count, last = weight.new_zeros(len(FACTORS)), weight.new_zeros(()), 0, len(FACTORS) - 1
@@ -319,10 +354,12 @@ def left_out(
     progress_bar: bool,
     failed: Collection[int] = (),
     whole: bool = True,
+    weights: Sequence[Tensor] = (),
 ) -> Iterator[tuple[int, Tensor, Tensor, Left]]:
     """The posterior's place, means, targets and what is left of some of the loader's data, for one pass through the network where a data
     point's covariances under all posteriors are within ``la.memory_budget``; places come in order, without those that the caller has put into
-    ``failed`` before. Of data that are not ``whole``, which may be a part, no other log likelihood than the fit's is told.
+    ``failed`` before. Of data that are not ``whole``, which may be a part, no other log likelihood than the fit's is told. ``weights`` are
+    each posterior's factor of the likelihood, where that is not la's.
 
     Raises:
         ValueError: the loader gave no data, or more than the fit had; targets do not fit.
@@ -349,7 +386,8 @@ def left_out(
             if which.start != seen:
                 with without_autocast(mean.device.type):
                     statistic, seen = statistic + la.likelihood_function.statistic(outputs, y[which]), which.start
-            yield place, mean.double(), y[which], _without(la, mean, covariance, y[which], which.start)
+            weight = weights[place] if weights else data_weight(la)
+            yield place, mean.double(), y[which], _without(la, mean, covariance, y[which], which.start, weight)
     if not count:
         raise ValueError(f"{where}: the loader gave no data; pass a re-iterable loader such as a DataLoader.")
     if whole and count == la.n_data and (statistic - la.statistic).abs() > APART * (1 + la.statistic.abs()):
@@ -413,13 +451,14 @@ def room(la: Predictive, count: int, where: str) -> tuple[int, int]:
 
 
 @in_own_precision
-def _without(la: Predictive, mean: Tensor, covariance: Tensor, targets: Tensor, begin: int) -> Left:
-    r"""Of data points with Gaussian outputs under the posterior of all data, mean ``(N, ...)`` and covariance ``(N, E, E)``.
+def _without(la: Predictive, mean: Tensor, covariance: Tensor, targets: Tensor, begin: int, weight: Tensor) -> Left:
+    r"""Of data points with Gaussian outputs under the posterior of all data, mean ``(N, ...)`` and covariance ``(N, E, E)``; ``weight`` is
+    the likelihood's factor in it.
 
     With :math:`R R^T = \Lambda` and :math:`R^T S R = Q \mathrm{diag}(\lambda) Q^T`, which has the eigenvalues of :math:`S \Lambda`,
     :math:`(I - S \Lambda)^{-1} S = S + S R Q\, \mathrm{diag}(1 / (1 - \lambda))\, Q^T R^T S`.
     """
-    likelihood, weight = la.likelihood_function, data_weight(la)
+    likelihood = la.likelihood_function
     mean, covariance = mean.double(), covariance.double()
     root = likelihood.columns(mean, targets)
     root = root[0 : len(root)].double().flatten(2).permute(1, 2, 0) * weight.sqrt()  # (N, E, columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,50 @@ def test_folds_choose_by_data_that_they_have_not_seen(kind: Any) -> None:
     assert [(other.predictive_prior_precision, float(other.prior_precision[0])) for other, _ in folds] == [
         (None, 7.0)
     ] * 2
+
+
+def by_scale(scale: float, y: Tensor, x: Tensor) -> tuple[Any, float]:
+    """An approximation of a network whose logits are the more sure the larger the scale is, and its NLL of labels."""
+    model = network()
+    model[2].weight.data *= scale
+    model[2].bias.data *= scale
+    return KronLaplace(model).fit([(x, y)]), F.cross_entropy(model(x), y).item()
+
+
+def test_data_known_by_heart_are_told() -> None:
+    x = drawn(N, 3, seed=1)
+    y = network()(x).argmax(1)
+    for scale in (3, 30, 300):
+        la, nll = by_scale(scale, y, x)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            la.calibrate(tolerance=10)
+        told = [str(w.message) for w in said if "by heart" in str(w.message)]
+        assert len(told) == (nll < 0.1) and all(f"at {nll:.2g} nats" in t and "folds=" in t for t in told)
+    assert by_scale(3, y, x)[1] > 0.1 > nll
+
+
+@pytest.mark.parametrize("scale", [5, 300])
+def test_folds_that_have_learned_less_are_not_asked(scale: float) -> None:
+    """The folds' mean NLL is just above or below twice the network's own, or twice 0.1, by the scale of one's logits."""
+    x = drawn(N, 3, seed=1)
+    y = network()(x).argmax(1)
+    (la, nll), (sure, own) = by_scale(scale, y, x), by_scale(300, y[:10], x[:10])
+    assert (nll > 0.1) == (scale == 5)
+    limit = (2 * max(0.1, nll) * 40 - 10 * own) / 30  # of the other fold's 30 data points
+    low, high = 0.0, 100.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if by_scale(middle, y[10:], x[10:])[1] < limit else (middle, high)
+    alone = la.calibrate().clone()
+    for factor in (1.05, 0.95):
+        other, _ = by_scale(factor * high, y[10:], x[10:])
+        folds = [(sure, [(x[10:], y[10:])]), (other, [(x[:10], y[:10])])]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = la.calibrate(folds=folds)
+        assert any("learned their own data far less" in str(w.message) for w in said) == (factor < 1)
+        assert factor > 1 or torch.equal(found, alone)
 
 
 def test_large_networks_are_calibrated_by_fewer_points(monkeypatch: pytest.MonkeyPatch) -> None:

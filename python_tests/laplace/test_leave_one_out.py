@@ -378,6 +378,37 @@ def test_the_best_precision_of_a_grid(structure: str, init: float | None) -> Non
     assert loader.passes == 1 and loader.seen <= N + 1  # once for all of the grid, and a data point for the budget
 
 
+@pytest.mark.parametrize("kind", [FullLaplace, KronLaplace])
+@pytest.mark.parametrize("init", [None, 2.0])
+def test_the_best_temperature_is_that_of_fits_of_their_own(kind: Any, init: float | None) -> None:
+    x = drawn(N, 3, seed=1)
+    y, model = (x + drawn(N, 3, seed=2)).argmax(1), network()
+    loader, temperatures, totals = Counting([(x, y)], model), (0.1, 0.3, 3.0), {}
+    f = model(x).detach()
+    start = kind(model, prior_precision=init or 1.0, temperature=1.5).fit([(x, y)])
+    assert start.leave_one_out().n_undefined == 0
+    for precision in (0.1, 1.0, 10.0):
+        for temperature in temperatures:
+            la = kind(model, prior_precision=precision, temperature=temperature).fit([(x, y)])
+            here, s = la.leave_one_out(), la.functional_variance(x)
+            s = torch.linalg.solve(torch.eye(3, dtype=s.dtype) - s @ hessians(la, x) / temperature, s)
+            mean = f + (start.leave_one_out() if init else here).influence
+            scaled = mean / (1 + math.pi / 8 * s.diagonal(dim1=1, dim2=2)).sqrt()
+            if not here.n_undefined:
+                totals[precision, temperature] = -F.cross_entropy(scaled, y, reduction="sum").item()
+                assert init or totals[precision, temperature] == pytest.approx(here.total.item())
+    best = max(totals, key=totals.__getitem__)
+    assert len(totals) > 4 and best[1] != temperatures[0]
+    grid = {"log_prior_prec_min": -1, "log_prior_prec_max": 1, "grid_size": 3, "prior_structure": "scalar"}
+    la = kind(model, prior_precision=5.0, temperature=1.5).fit(loader)
+    loader.passes = 0
+    found = la.optimize_prior_precision(method="loo", init_prior_prec=init, temperatures=temperatures, **grid)
+    assert (float(found[0]), la.temperature, loader.passes) == (pytest.approx(best[0]), best[1], 1)
+    for given, how, words in [((), {"method": "loo"}, "is empty"), ((1.0,), {}, "are for method='loo'")]:
+        with pytest.raises(ValueError, match=f"temperatures {words}"):
+            la.optimize_prior_precision(temperatures=given, **how)
+
+
 def test_precisions_with_undefined_data_are_not_taken() -> None:
     la = tight()
     grid = {"method": "loo", "prior_structure": "scalar", "log_prior_prec_min": -2, "grid_size": 5}

@@ -41,8 +41,8 @@ PICTURES = {  # of a run's folder: title, text for who does not see it
         "Line plots of the learned amounts over the epochs; the table above has the last values.",
     ),
     "samples": (
-        "Test images, each as it is and as copies at the learned amounts",
-        "Rows of images: the first of each row is a test image, the others are transformed copies of it.",
+        "Images, each as it is and as copies at the learned amounts",
+        "Rows of images: the first of each row is an image as it is, the others are transformed copies of it.",
     ),
     "filters": ("Weights over positions", "Images of the weights of each layer that differ by position."),
     "anchors": ("Anchors of sparsified layers", "Positions of the anchors on the grid of each sparsified layer."),

@@ -112,7 +112,8 @@ def shrunk(images: Tensor) -> Tensor:
 
 
 def thumbnail(image: Tensor, black: Tensor, white: Tensor) -> str:
-    """An image ``(C, H, W)`` as a small PNG in base64, grey unless C is 3, of pixels that are ``black`` and ``white`` ``(C,)`` at their ends."""
+    """An image ``(C, H, W)`` as a small PNG in base64, grey unless C is 3, of pixels that are ``black`` and ``white`` ``(C,)`` at their
+    ends."""
     from PIL import Image
 
     found = pixels(shrunk(image[None])[0], black, white)

@@ -92,7 +92,7 @@ def test_folders_that_cannot_be_loaded(tmp_path):
     run_grid([config], tmp_path / "grid", progress=False)
     with pytest.raises(ValueError, match=f"grid holds several runs; name the folder of one: {config.name}"):
         load_run(tmp_path / "grid")
-    with pytest.raises(ValueError, match=r"nowhere is not the folder of a run: it has no progress\.json"):
+    with pytest.raises(ValueError, match=r"nowhere is not the folder of a run: it does not exist"):
         load_run(tmp_path / "nowhere")
     folder = tmp_path / "grid" / config.name
     with pytest.raises(ValueError, match="is not the folder of a run"):

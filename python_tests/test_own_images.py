@@ -249,6 +249,17 @@ def test_wrong_labels_need_the_images_that_the_run_learned_from(there):
         run.wrong_labels()
 
 
+def test_a_run_that_the_caller_fits_predicts_and_knows_no_images(there):
+    folder, config = run_of(there)
+    run, data = load_run(folder, model=config.model), prepare_for(config)
+    run.la.fit([(data.train_images, data.train_labels)])
+    found, scores = run.evaluate("photos")
+    assert (
+        run.learned is None and scores["images"] == 36 and not [note for note in found.notes if "learned from" in note]
+    )
+    assert len(run.wrong_labels(5)) == 5
+
+
 def test_files_of_a_folder_that_are_no_images_by_their_names_are_counted(tmp_path):
     for name in ("a.png", "b.gif", "c.gif", "notes.txt"):
         (tmp_path / name).touch()

@@ -1,7 +1,9 @@
 """Images of one's own: a person's walk from a folder to answers, networks by name, and what is refused before the first step."""
 
+import base64
 import csv
 import dataclasses
+import io
 import json
 import math
 import os
@@ -23,6 +25,7 @@ from ella_cuda.data import SOURCES
 from ella_cuda.data.labelled import image_files
 from ella_cuda.experiments import RunConfig, configure, load_run, prepare_for
 from ella_cuda.experiments.error_bars import by_last_layer, described, of_last_layer
+from ella_cuda.experiments.examples import thumbnail
 from ella_cuda.experiments.networks import build_network, load_weights, require_network
 from ella_cuda.experiments.predictions import threshold
 from ella_cuda.experiments.run import _on_training_images
@@ -246,6 +249,17 @@ def test_wrong_labels_need_the_images_that_the_run_learned_from(there):
         run.wrong_labels()
 
 
+def test_a_run_that_the_caller_fits_predicts_and_knows_no_images(there):
+    folder, config = run_of(there)
+    run, data = load_run(folder, model=config.model), prepare_for(config)
+    run.la.fit([(data.train_images, data.train_labels)])
+    found, scores = run.evaluate("photos")
+    assert (
+        run.learned is None and scores["images"] == 36 and not [note for note in found.notes if "learned from" in note]
+    )
+    assert len(run.wrong_labels(5)) == 5
+
+
 def test_files_of_a_folder_that_are_no_images_by_their_names_are_counted(tmp_path):
     for name in ("a.png", "b.gif", "c.gif", "notes.txt"):
         (tmp_path / name).touch()
@@ -277,8 +291,14 @@ def test_a_networks_augmentation_is_learned_from_a_folder_and_shown(there, capsy
     folder = there / "turned" / config.name
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Learned augmentation" in page and "copies at the learned amounts" in page
+    (shown, *_), *_ = json.loads((folder / "samples.json").read_text())["images"]
+    data = prepare_for(config)
+    own = 255 * (data.test_images - data.black[:, None, None]) / (data.white - data.black)[:, None, None]
+    assert (
+        np.abs(own.movedim(1, -1).numpy() - np.array(shown)).max((1, 2, 3)).min() <= 0.51
+    )  # one of the images, in its colours
     run = load_run(folder, model=config.model)
-    kept, data = read_predictions(folder), prepare_for(config)
+    kept = read_predictions(folder)
     found = run.predict([there / "photos" / name for name in kept["names"]])
     torch.testing.assert_close(
         found.probabilities, torch.tensor(kept["probabilities"], dtype=torch.float64), rtol=1e-4, atol=1e-5
@@ -297,6 +317,15 @@ def test_networks_that_learn_an_augmentation_have_norms_of_single_images(name):
         torch.manual_seed(0)
         net.classifier = net.classifier.eval() if hasattr(net, "classifier") else nn.Identity()  # dropout
         torch.testing.assert_close(net(x)[:1], net(x[:1]), rtol=1e-4, atol=1e-4)
+
+
+def test_images_in_a_report_are_small():
+    noise = torch.rand(1, 3, 1024, 1024)
+    png = base64.b64decode(thumbnail(noise[0], torch.zeros(3), torch.ones(3)))
+    shown = np.asarray(Image.open(io.BytesIO(png)))
+    assert shown.shape == (128, 128, 3) and len(png) < 60_000
+    whole = noise.unflatten(2, (128, 8)).unflatten(4, (128, 8)).mean((3, 5))[0].permute(1, 2, 0)
+    np.testing.assert_allclose(shown, 255 * whole.numpy(), atol=0.51)
 
 
 def test_a_run_says_that_calibration_turned_its_error_bars_off(there):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ella_cuda.data import Dataset, TensorLoader
 from ella_cuda.laplace import KronLaplace
@@ -20,6 +21,7 @@ from ella_cuda.run_folder import write_examples
 SHOWN = 12  # of each kind
 EXAMINED = 200  # training images of the largest losses, which are predicted from all others
 BATCH = 100
+SIDE = 128  # pixels of an image in a report, at most: pages of many large ones would take long to open
 
 
 def keep_examples(
@@ -104,11 +106,17 @@ def pixels(images: Tensor, black: Tensor, white: Tensor) -> Tensor:
     return (255 * (images - black[:, None, None]) / scale).round().clamp(0, 255).byte().cpu()
 
 
+def shrunk(images: Tensor) -> Tensor:
+    """Square images ``(N, C, S, S)``, of at most :data:`SIDE` pixels a side."""
+    return images if images.shape[-1] <= SIDE else functional.interpolate(images, SIDE, mode="area")
+
+
 def thumbnail(image: Tensor, black: Tensor, white: Tensor) -> str:
-    """An image ``(C, H, W)`` as a PNG in base64, grey unless C is 3, of pixels that are ``black`` and ``white`` ``(C,)`` at their ends."""
+    """An image ``(C, H, W)`` as a small PNG in base64, grey unless C is 3, of pixels that are ``black`` and ``white`` ``(C,)`` at their
+    ends."""
     from PIL import Image
 
-    found = pixels(image, black, white)
+    found = pixels(shrunk(image[None])[0], black, white)
     array = found.permute(1, 2, 0).numpy() if len(found) == 3 else found[0].numpy()
     file = io.BytesIO()
     Image.fromarray(array).save(file, "PNG")

@@ -52,7 +52,8 @@ class LoadedRun(_Loaded):
         class_names: of the classes; their numbers where they have no names.
         black: ``(C,)``, what the network takes for a pixel that is 0; None in runs of earlier versions. white: and for one that is 1.
         run_dir: the run's folder.
-        learned: ``(N,)``, of each training image :func:`ella_cuda.experiments.error_bars.marks`; None before the factors are there.
+        learned: ``(N,)``, :func:`ella_cuda.experiments.error_bars.marks` of the training images; None before the factors are there, and
+            where the caller fitted la.
     """
 
     class_names: tuple[str, ...] = ()

@@ -162,7 +162,7 @@ def evaluate_on(
             f"{path}: the run {run.config.name} knows no class {', '.join(map(repr, unknown[:5]))}, but {', '.join(run.class_names[:20])}."
         )
     images = _read(run, found, skip_unreadable)
-    if seen := int(torch.isin(marks(images.pixels), run.learned).sum()):
+    if run.learned is not None and (seen := int(torch.isin(marks(images.pixels), run.learned).sum())):
         found.notes.append(
             f"warning: the run learned from {seen} of these images, which flatters it; name images that it has not seen"
         )
@@ -193,10 +193,11 @@ def wrong_labels(
     """See :meth:`ella_cuda.experiments.LoadedRun.wrong_labels`."""
     data = prepare_for(run.config, data_dir, download)
     there = marks(pixels(data.train_images, data.black, data.white))
-    if not torch.equal(there.sort().values, run.learned.sort().values):
-        same = int(torch.isin(run.learned, there).sum())
+    learned = there if run.learned is None else run.learned
+    if len(there) != run.la.n_data or not torch.equal(there.sort().values, learned.sort().values):
+        same = int(torch.isin(learned, there).sum())
         raise ValueError(
-            f"{run.config.data} has {same} of the {len(run.learned)} images that the run {run.config.name} learned from, and {len(there)} "
+            f"{run.config.data} has {same} of the {run.la.n_data} images that the run {run.config.name} learned from, and {len(there)} "
             "training images; put back what was there."
         )
     data = data.to(next(run.model.parameters()).device)

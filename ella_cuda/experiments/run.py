@@ -39,7 +39,7 @@ from ella_cuda.experiments.device import device_of_process, resolve_device
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.error_bars import by_last_layer, described, marks, of_last_layer
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions, evaluate
-from ella_cuda.experiments.examples import keep_examples, pixels
+from ella_cuda.experiments.examples import keep_examples, pixels, shrunk
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, LearnersConfig, RunConfig
 from ella_cuda.experiments.networks import build_network, load_weights, require_network
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
@@ -236,15 +236,16 @@ def _begin(run_dir: Path, tensorboard: bool, stack: ExitStack) -> None:
 def sampled(
     augment: AffineAugment, dataset: Dataset, count: int = SAMPLED, copies: int = SHOWN_COPIES
 ) -> list[list[Any]]:
-    """Some test images, each as its first channel is and as copies at the amounts that were learned: rows of images ``(H, W)`` of pixels
-    from 0, black, to 255."""
+    """Some test images, each as it is and as copies at the amounts that were learned: rows of images ``(H, W, 3)``, or ``(H, W)`` of the
+    first channel unless there are three, of pixels from 0, black, to 255."""
     some = stratified_order(dataset.test_labels, dataset.test_ids, 0, "samples")[:count]
     images = dataset.test_images[some.to(dataset.test_images.device)]
     generator = torch.Generator().manual_seed(0)
     draws = 2 * torch.rand(len(images), copies, len(augment.names), generator=generator) - 1
     with torch.no_grad():
-        shown = torch.cat([images[:, None], augment(images, draws.to(images))], 1)[:, :, :1]
-    return pixels(shown, dataset.black[:1], dataset.white[:1])[:, :, 0].tolist()
+        shown = torch.cat([images[:, None], augment(images, draws.to(images))], 1)
+    small = pixels(shrunk(shown.flatten(0, 1)), dataset.black, dataset.white).unflatten(0, shown.shape[:2])
+    return (small.movedim(2, -1) if dataset.channels == 3 else small[:, :, 0]).tolist()
 
 
 def _run(

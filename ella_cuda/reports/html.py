@@ -41,8 +41,8 @@ PICTURES = {  # of a run's folder: title, text for who does not see it
         "Line plots of the learned amounts over the epochs; the table above has the last values.",
     ),
     "samples": (
-        "Test images, each as it is and as copies at the learned amounts",
-        "Rows of images: the first of each row is a test image, the others are transformed copies of it.",
+        "Images, each as it is and as copies at the learned amounts",
+        "Rows of images: the first of each row is an image as it is, the others are transformed copies of it.",
     ),
     "filters": ("Weights over positions", "Images of the weights of each layer that differ by position."),
     "anchors": ("Anchors of sparsified layers", "Positions of the anchors on the grid of each sparsified layer."),
@@ -68,6 +68,13 @@ COMPARED = {  # of a row, beside what a page begins with: title, style
     "parameters": ("parameters", "{:,}"),
     "seconds": ("seconds", "{:,.0f}"),
 }
+BESIDE = (
+    "neg_log_marginal_likelihood",
+    "nll_leave_one_out",
+    "accuracy",
+    "seconds",
+    "parameters",
+)  # first of networks side by side
 STYLE = """
 :root{color-scheme:light}
 *{box-sizing:border-box}
@@ -98,7 +105,8 @@ td.wrong{background:#fbe3d0}
 figure{margin:1rem 0}
 figcaption{font-size:.9rem;color:#4a4a4a}
 .picture{display:block;height:auto}
-.runs th[scope=row]{white-space:normal;min-width:14rem}
+.runs th{white-space:normal;vertical-align:bottom}
+.runs th[scope=row]{min-width:14rem}
 .images{display:grid;grid-template-columns:repeat(auto-fill,minmax(8rem,1fr));gap:1rem;padding:0;list-style:none}
 .images figure{margin:0;overflow-wrap:anywhere}
 .images img{width:100%;height:auto;image-rendering:pixelated;border:1px solid #c8c8c8}
@@ -172,29 +180,39 @@ def run_page(
 
 def overview_page(rows: Sequence[Mapping[str, Any]], count: int, out_dir: Path) -> str:
     """The page of a folder of ``count`` runs, with links to those that are finished, whose rows are given."""
-    columns = {key: one for key, one in {**_headline(), **COMPARED}.items() if any(key in row for row in rows)}
     about = f"{len(rows)} of {counted(count, 'run')} finished."
-    if len({(where := row["evaluated_on"], row["evaluated_size"]) for row in rows}) == 1:
-        about += f" Predictions are of {rows[0]['evaluated_size']:,} {WHERE[where]}."
+    if len({(row["evaluated_on"], row["evaluated_size"]) for row in rows}) == 1:
+        about += f" Predictions are of {rows[0]['evaluated_size']:,} {WHERE[rows[0]['evaluated_on']]}."
+    titles = {**_headline(), **COMPARED}
     evidence = [row["neg_log_marginal_likelihood"] for row in rows]
     if (
         len(rows) > 1 and None not in evidence and all("nll_leave_one_out" in row for row in rows)
-    ):  # of images of one's own
+    ):  # of one's own images
+        titles = {key: titles[key] for key in dict.fromkeys((*BESIDE, *titles))}
         rows = sorted(rows, key=lambda row: row["neg_log_marginal_likelihood"])
         about += " The best by the evidence, the least -log q/N, comes first."
         if doubt := doubt_of_order(rows):
             about += f" {doubt[0].upper()}{doubt[1:]}."
+    columns = {key: one for key, one in titles.items() if any(key in row for row in rows)}
+    alike = len({(row["data"], row["task"]) for row in rows}) == 1
     lines = [
         [
-            f'<a href="{quote(row["run"])}/{REPORT_FILE}">{_text(run_title(row))}</a>',
+            f'<a href="{quote(row["run"])}/{REPORT_FILE}">{_text(_short(row) if alike else run_title(row))}</a>',
             *(_value(row.get(key), style) for key, (_, style) in columns.items()),
         ]
         for row in rows
     ]
     table = _table(["run", *(title for title, _ in columns.values())], lines, "Finished runs", "runs", raw=True)
     sections = {"runs": ("Runs", table if rows else "<p>No run is finished.</p>")}
+    if alike:
+        about = f"{rows[0]['data']}, task {rows[0]['task']}. {about}"
     sections["training"] = ("Training", _pictures(out_dir, "curves", "layers"))
     return _page(f"Runs in {out_dir.resolve().name}", about, sections)
+
+
+def _short(row: Mapping[str, Any]) -> str:
+    """The title of a run among those of the same images."""
+    return f"{network_title(row)}, {row['objective']}, seed {row['seed']}"
 
 
 def _page(title: str, about: str, sections: Mapping[str, tuple[str, str]], first: str = "") -> str:

@@ -99,7 +99,7 @@ def draw_samples(groups: Mapping[str, Sequence[Sequence[Any]]], title: str = "",
     """Images and copies of them: a panel for each group, in it a line for each image, first as it is.
 
     Args:
-        groups: by the panel's title, rows of images ``(H, W)`` of pixels from 0, black, to 255.
+        groups: by the panel's title, rows of images ``(H, W)`` or ``(H, W, 3)`` of pixels from 0, black, to 255.
         title: of the picture. note: below it.
 
     Returns:
@@ -123,7 +123,10 @@ def draw_samples(groups: Mapping[str, Sequence[Sequence[Any]]], title: str = "",
 
 def _composed(rows: Sequence[Sequence[Any]]) -> Any:
     """One picture, white between images."""
-    images = np.pad(np.array(rows, dtype=np.uint8), ((0, 0), (0, 0), (0, GAP), (0, GAP)), constant_values=255)
+    images = np.array(rows, dtype=np.uint8)
+    images = np.pad(images, [(0, 0), (0, 0), (0, GAP), (0, GAP), (0, 0)][: images.ndim], constant_values=255)
     first, *copies = images.swapaxes(0, 1)
-    more = [np.full((*first.shape[:2], math.ceil(BETWEEN * GAP)), 255, dtype=np.uint8)] if copies else []
+    more = (
+        [np.full((*first.shape[:2], math.ceil(BETWEEN * GAP), *first.shape[3:]), 255, dtype=np.uint8)] if copies else []
+    )
     return np.concatenate([*np.concatenate([first, *more, *copies], 2)])[:-GAP, :-GAP]

@@ -106,7 +106,7 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
         if (run_dir / SAMPLES_FILE).exists():
             makers["samples"] = lambda: draw_samples(
                 {"": read_samples(run_dir)["images"]},
-                f"{run_title(row)}: test images, and copies at the learned amounts",
+                f"{run_title(row)}: images, and copies at the learned amounts",
             )
     if row["layers"] and paths != {MATRIX_PATH} and (run_dir / CHECKPOINT_FILE).exists():
         makers["filters"] = lambda: draw_filters(row, weights())

@@ -492,7 +492,9 @@ def _require_independence(
         outputs, [call.out for call in calls], of_image, retain_graph=True, allow_unused=True
     )
     rest = torch.tensor([i for i in range(3) if i != image], device=outputs.device)  # a wait for the device, once
-    parts = [(c, g) for c, g in zip(calls, gradients, strict=True) if g is not None and g.shape == c.shape and g.numel()]
+    parts = [
+        (c, g) for c, g in zip(calls, gradients, strict=True) if g is not None and g.shape == c.shape and g.numel()
+    ]
     mixed = []
     for call, gradient in parts:
         axis = call.place.axis
@@ -547,7 +549,9 @@ def _differ(outputs: Tensor, tensors: Sequence[Tensor]) -> bool:
         gaps.append(_sizes(torch._foreach_sub([t[number] for t in together], apart)))
         sizes.append(_sizes(torch._foreach_mul(apart, [rounding_of(t) for t in apart])))
     gap, size = torch.stack(gaps).amax(0), torch.stack(sizes).amax(0)
-    return bool(((gap > size) & size.isfinite()).any())  # what is not finite is found in the factors; one wait for the device
+    return bool(
+        ((gap > size) & size.isfinite()).any()
+    )  # what is not finite is found in the factors; one wait for the device
 
 
 def _sizes(tensors: Sequence[Tensor]) -> Tensor:

@@ -464,7 +464,9 @@ class KronPosterior(Posterior):
             elif rows.index is not None:
                 self._add_looked_up(variance, rows, basis, prior)
             else:
-                basis.values.add_variance_(variance if some == slice(None) else variance[some], rows.inputs, rows.outputs, prior, self.scale)
+                basis.values.add_variance_(
+                    variance if some == slice(None) else variance[some], rows.inputs, rows.outputs, prior, self.scale
+                )
 
         return Contraction(take)
 

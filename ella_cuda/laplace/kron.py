@@ -493,8 +493,8 @@ class KronLaplace(BaseLaplace):
     @running_the_model
     def memory_estimate(self, x: Inputs | None = None) -> int:
         """Bytes that a fit and its evidence take at their peak, beside what is there before: the factors, which stay, and the larger of
-        two passing needs, that of a batch's way back (``memory_budget``, and as much that an allocator keeps) and that of the
-        eigenvalues.
+        two passing needs, that of a batch's way back (``memory_budget``, and as much that an allocator keeps; on CUDA the graph of a
+        recorded batch, too) and that of the eigenvalues.
 
         Args:
             x: the inputs of a batch as the loader yields it, without the targets: a tensor ``(N, ...)``, or several in a tuple, list or

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, data_points, take
+from ella_cuda.laplace.batches import Inputs, data_points, take, tensors_of
 from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.eigenvalues import workspace
 from ella_cuda.laplace.factors import merged_shapes
@@ -22,6 +22,7 @@ from ella_cuda.laplace.kronecker_sums import WAITING, WORKSPACE
 from ella_cuda.laplace.rules.linear import LinearRule
 from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.ops._precision import without_autocast
+from ella_cuda.recording import has_graphs
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.rules import Rule
@@ -39,7 +40,8 @@ def peak_bytes(
     corrected: bool = False,
     summed: bool = False,
 ) -> int:
-    """The most that a fit allocates at once: the factors, and the larger of what a pass over a batch and what the eigenvalues take.
+    """The most that a fit allocates at once: the factors, and the larger of what a pass over a batch and what the eigenvalues take. A
+    batch's graph has memory of its own, which stays while other batches run as they are.
 
     Args:
         memory_budget: of the gradients of one backward pass.
@@ -57,7 +59,11 @@ def peak_bytes(
         factors += 2 * sum(s.numel for rule in rules for s in rule.shapes().values()) * torch.float64.itemsize
     kept, column, columns = (0, 0, memory_budget) if x is None else _of_a_batch(model, rules, memory_budget, x, summed)
     kept += WAITING + WORKSPACE if x is not None and device.type == "cuda" else 0
-    return factors + max(max(ROUND * min(columns, memory_budget), column) + kept, workspace(blocks, device))
+    columns = min(columns, memory_budget)
+    graph = 0
+    if x is not None and has_graphs(device):  # which has copies of the inputs, and frees what a batch is done with
+        graph = max(columns, column) + kept + sum(t.numel() * t.element_size() for t in tensors_of(x))
+    return factors + max(max(ROUND * columns, column) + kept + graph, workspace(blocks, device))
 
 
 def require_memory(model: nn.Module, rules: Sequence[Rule], corrected: bool = False) -> None:

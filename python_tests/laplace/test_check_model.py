@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ella_cuda.laplace import Dense, FactorShape, FullLaplace, KronLaplace, Rule, register
+from ella_cuda.laplace import Dense, FactorShape, FullLaplace, KronLaplace, Rule, curvature, register
 from ella_cuda.laplace.parameters import rounding_of
 
 
@@ -523,11 +523,22 @@ def test_a_module_is_named_whose_input_has_no_gradient():
         KronLaplace(nn.Sequential(Within(), nn.Identity()).double()).fit([labelled(4)])
 
 
-def test_one_column_needs_no_vmap():
-    model = nn.Sequential(nn.Linear(3, 4), Distances()).double()
+def test_one_column_needs_no_vmap(monkeypatch):
+    """Predictions after a fit of one column find out whether several go together, and nothing else again."""
+    tried = []
+    monkeypatch.setattr(curvature, "probe", lambda *a, probe=curvature.probe: tried.append(a) or probe(*a))
+    model, (x, y) = nn.Sequential(nn.Linear(3, 4), Distances()).double(), labelled(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        KronLaplace(model, fisher="mc").fit([labelled(3)])
+        la = KronLaplace(model, fisher="mc").fit([(x, y)])
+    with pytest.warns(UserWarning, match=r"wrong gradients through '1' \(Distances\)"):
+        variance = la.functional_variance(x)
+    both = torch.autograd.functional.jacobian(
+        lambda w, b: Distances.forward(model[1], x @ w.T + b), tuple(model[0].parameters())
+    )
+    rows = torch.cat([of.flatten(2) for of in both], 2)
+    torch.testing.assert_close(variance, la.functional_variance(rows))
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

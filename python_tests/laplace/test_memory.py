@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace import KronLaplace, curvature, memory
+from ella_cuda.laplace import KronLaplace, curvature, memory, recorded_batches
 from ella_cuda.laplace.rules import Rule, rules_for
 from python_tests.laplace.checks import Function
 
@@ -110,6 +111,39 @@ def test_eigenvalues_of_large_blocks_are_what_takes_most(rows):
     la = KronLaplace(nn.Linear(rows, 2), memory_budget=1)
     block = 8 * rows**2
     assert la.memory_estimate(torch.randn(1, rows)) == pytest.approx(block + 3 * block, rel=1e-2)
+
+
+@pytest.mark.parametrize(("layers", "shape"), [("linear", (100,)), ("convolutions", (3, 16, 16))])
+def test_a_graph_of_a_batch_is_counted_beside_batches(layers, shape, monkeypatch):
+    """A capture takes what a run of the batch's tape has at a time."""
+    monkeypatch.setattr(recorded_batches, "PATIENCE", {"cpu": 2})
+    monkeypatch.setattr(recorded_batches, "LARGE", 1 << 30)
+    linear = [nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 10)]
+    images = [
+        nn.Conv2d(3, 16, 3),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    ]
+    la = KronLaplace(nn.Sequential(*(linear if layers == "linear" else images)), memory_budget=8 << 20)
+    x, peaks = torch.randn(64, *shape), []
+
+    def loader():
+        for _ in range(4):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as told:
+                yield torch.randn_like(x), torch.arange(64) % 10
+            events = [e for e in told.profiler.kineto_results.events() if e.name() == "[memory]"]
+            held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+            peaks.append(max(held))
+
+    la.fit(loader())
+    assert set(la.recorded.values()) == {"recorded"}
+    without = la.memory_estimate(x)
+    monkeypatch.setattr(memory, "has_graphs", lambda device: True)
+    graph = la.memory_estimate(x) - without
+    assert 0.8 * peaks[-1] < graph - 4 * x.numel() < 4 * peaks[-1], (graph, peaks)
 
 
 def test_it_knows_where_the_batch_is():

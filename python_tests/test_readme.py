@@ -29,9 +29,22 @@ def blocks(page: str) -> list[str]:
 def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (training,) = blocks(README)
-    own, predicting, alone, at_mode, others, further, augmented, banks, imaged, tagged, outputs, loading, photos = (
-        blocks(USE)
-    )
+    (
+        own,
+        looping,
+        predicting,
+        alone,
+        at_mode,
+        others,
+        further,
+        augmented,
+        banks,
+        imaged,
+        tagged,
+        outputs,
+        loading,
+        photos,
+    ) = blocks(USE)
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
@@ -41,6 +54,9 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     exec(compile(own, "use.md", "exec"), names)
     assert names["precision"].grad.isfinite().all()
     assert names["la"].prior_precision.ne(1).all() and set(names["la"].layer_types()) == {"0"}
+    exec(compile(looping, "use.md", "exec"), names)
+    decays = [group["weight_decay"] for group in names["optimizer"].param_groups]
+    assert decays == list(names["evidence"].weight_decay.values()) and len(names["evidence"].margliks) == 2
     exec(compile(predicting, "use.md", "exec"), names)
     assert names["covariance"].shape == (20, 10, 10) and names["functions"].shape == (5, 20, 10)
     exec(compile(alone, "use.md", "exec"), names)

@@ -15,6 +15,7 @@ from ella_cuda import marglik_training
 from ella_cuda.laplace import evidence_bound
 from ella_cuda.training import EvidenceCallback
 from python_tests.laplace.checks import drawn
+from python_tests.training.test_unknown import Tagged
 
 OPTIONS = {"n_hypersteps": 4, "prior_structure": "module"}
 
@@ -284,6 +285,21 @@ def test_the_priors_gradient_is_that_of_the_penalty_for_one_optimizer_at_a_time(
     evidence.add_prior(second)
     for p, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, gradient)
+
+
+def test_parameters_without_a_precision_keep_their_decay():
+    model, loader = Tagged(), [(torch.randn(40, 3, 4), torch.arange(40) % 3)]
+    evidence = EvidenceCallback(model, loader, unknown="freeze", prior_prec_init=8.0)
+    served = ["inner.weight", "inner.bias", "head.weight", "head.bias"]
+    assert evidence.weight_decay == dict.fromkeys(served, pytest.approx(0.2))
+    optimizer = torch.optim.SGD(model.parameters(), weight_decay=0.5)
+    with pytest.raises(ValueError, match="group 0 of the optimizer has parameters with a precision and others"):
+        evidence.attach(optimizer, weight_decay=False)
+    evidence.attach(optimizer)
+    decays = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    found = {name: decays[id(p)] for name, p in model.named_parameters()}
+    assert found == {"token": 0.5, "idle": 0.5} | evidence.weight_decay
+    assert evidence.penalised(loss := torch.ones(())) is loss
 
 
 def test_what_cannot_be_attached_is_refused():

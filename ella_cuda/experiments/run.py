@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import os
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -181,8 +180,8 @@ def run_one(
         holdout). In a grid's folder it has the ``digest`` of all but the seconds too. Where they are learned, ``augmentation``: amounts by
         generator. A network that averages over copies is evaluated on those of the last fit.
 
-        ``calibrated_by``, "leave-one-out" or "folds", with ``..._reason`` and ``calibration_seconds``, says what chose the precisions of
-        predictions; none of them where they are the learned ones.
+        ``calibrated_by``, "leave-one-out" or "folds", says what chose the precisions of predictions, ``..._reason`` why, and what it took;
+        neither is there where they are the learned ones.
 
         Where there are no images but the training ones, ``nll_leave_one_out`` (nats; None where a leverage is 1 or more).
 
@@ -366,14 +365,14 @@ def _calibrate(
     ranks: Processes,
 ) -> dict[str, Any]:
     """Choose the precisions of predictions; returns what the row says of it."""
-    began, how, fold = time.perf_counter(), config.calibration, None
+    how, fold = config.calibration, None
     by_heart = ranks.from_first(knows_by_heart(la))
     why = f"it knows its training labels {'' if by_heart else 'not '}by heart ({training_nll(la):.2g} nats)"
     if how == "auto":
         how = "folds" if by_heart else "leave-one-out"
     if how == "folds":
         fold, unseen = _fold(config, dataset, run_dir, network, progress, cuda_graph, ranks)
-        why += f"; one more network of two thirds of the images knows its own at {training_nll(fold):.2g}"
+        why += f"; one training more of two thirds of the images knows its own at {training_nll(fold):.2g}"
         if not ranks.from_first(have_learned_alike(la, [fold])):
             how, why = "leave-one-out", f"{why} and has learned too little to say how sure the first may be"
 
@@ -394,8 +393,7 @@ def _calibrate(
     ranks.together(lambda: choose() if ranks.is_first else None)
     if la.predictive_prior_precision is None:  # too many outputs, as a warning says
         return {}
-    seconds = round(time.perf_counter() - began, 2)
-    return {"calibrated_by": how, "calibrated_by_reason": why, "calibration_seconds": seconds}
+    return {"calibrated_by": how, "calibrated_by_reason": why}
 
 
 def _fold(

@@ -3,15 +3,16 @@
     python -m benchmarks.last_layers [--threads N] [--images N] [--out FILE]
 
 Kronecker factors of the last layer of torchvision's resnet18, not trained, with 10 and 100 classes, at images of 32x32 pixels; and of a
-layer of 2,048 inputs and 1,000 classes, ResNet50's, at given inputs. A line for each: who, seconds, and bytes at the peak above what was
-there before. "passes" has the linear mode with the network run in every pass over the data, as of layers that are not last. The linear mode
-has a residual of 1e-3 or less, or the passes that the line says. laplace-torch's prediction has all Jacobians of the last layer in memory,
-8.2 GB for an image of 1,000 classes, and is left out there.
+layer of 512 or 2,048 inputs and 1,000 classes, ResNet18's and ResNet50's, at given inputs. A line for each: who, seconds, and bytes at the
+peak above what was there before. "passes" has the linear mode with the network run in every pass over the data, as of layers that are not
+last. The linear mode has a residual of 1e-3 or less, or the passes that the line says. laplace-torch's prediction has all Jacobians of the
+last layer in memory, 8.2 GB for an image of 1,000 classes, and is left out there.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.last_layer import LastLayer
 from ella_cuda.reports.text import columns
 
-BATCH, TOLERANCE, MOST, FEATURES, CLASSES = 64, 1e-3, 200, 2048, 1000
+BATCH, TOLERANCE, MOST, LEFT_OUT, CLASSES, SMALL, LARGE = 64, 1e-3, 200, 4, 1000, 512, 2048
 HEADINGS = ("layer", "what", "who", "seconds", "MB")
 
 
@@ -76,10 +77,10 @@ def of_networks(images: int) -> Iterator[tuple[str, str, str, Callable[[], Any]]
             yield name, what, "passes", lambda ours=ours, loader=loader: found(ours, loader, False)
 
 
-def of_many_classes(images: int) -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
+def of_many_classes(images: int, features: int) -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
     torch.manual_seed(0)
-    model, name = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES)), f"{FEATURES} x {CLASSES}"
-    x, y = torch.randn(images, FEATURES).relu(), torch.arange(images) % CLASSES
+    model, name = nn.Sequential(nn.Flatten(), nn.Linear(features, CLASSES)), f"{features} x {CLASSES}"
+    x, y = torch.randn(images, features).relu(), torch.arange(images) % CLASSES
     loader, la = TensorLoader(x, y, BATCH), KronLaplace(model, subset_of_weights="last_layer")
 
     def evidence() -> Tensor:
@@ -94,6 +95,10 @@ def of_many_classes(images: int) -> Iterator[tuple[str, str, str, Callable[[], A
     yield name, "evidence", "ella_cuda", evidence
     yield name, f"predict {BATCH} images", "ella_cuda", lambda: la(x[:BATCH])
     yield name, "covariances of 8 images", "ella_cuda", lambda: la.functional_variance(x[:8])
+    few = [(x[:LEFT_OUT], y[:LEFT_OUT])]
+    yield name, f"leave out {LEFT_OUT} images", "ella_cuda", lambda: la.leave_one_out(few)
+    if features == SMALL:
+        yield name, found(la, loader, True), "ella_cuda", lambda: found(la, loader, True)
     yield name, f"add {BATCH} images", "ella_cuda", lambda: la.update(x[:BATCH], y[:BATCH])
 
 
@@ -107,7 +112,8 @@ def main() -> None:
     lines = [list(HEADINGS)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for part in (of_networks, of_many_classes):
+        resnet18s, resnet50s = (functools.partial(of_many_classes, features=width) for width in (SMALL, LARGE))
+        for part in (of_networks, resnet18s, resnet50s):
             for layer, what, who, call in part(args.images):
                 seconds, peak = measured(call)
                 lines.append([layer, what, who, f"{seconds:.3g}", "-" if peak is None else f"{peak:.0f}"])

@@ -22,8 +22,8 @@ gridsearch, ...   one prior precision, best on the held-out images of 17 powers 
 laplace-torch     laplace-torch's Kronecker factors of the last layer, its precision by the evidence
 ensemble          mean softmax of five networks
 
-DIR is gone on with where it has results. rows.csv has all numbers; table.md means over seeds with their standard error; predictions.png
-shows NLL and ECE:
+DIR is gone on with where it has results, and keeps those of other tasks and ways. rows.csv has all numbers; table.md means over seeds with
+their standard error; predictions.png shows NLL and ECE:
 
 NLL, ECE, Brier   nats; expected calibration error of 15 bins; Brier score. Accuracy in percent
 AUROC             of the entropy, by which the other data set's test images are told from the task's own (28x28 images)
@@ -40,6 +40,7 @@ import io
 import itertools
 import json
 import math
+import re
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -300,9 +301,10 @@ def tasks(
 
 def rows_of(
     task: str, make: Callable[..., Trained], ways: Iterable[str], seed: int, epochs: int | None, out: Path
-) -> list[dict[str, Any]]:
-    """A row for each way; those that the task's file has are kept."""
-    file = out / "rows" / f"{task.replace(' ', '-').replace(',', '')}-{epochs or 'all'}-{seed}.json"
+) -> None:
+    """Keep a row for each way in the task's file; those that it has stay."""
+    task += f", {epochs} epochs" if epochs else ""
+    file = out / "rows" / f"{task.replace(' ', '-').replace(',', '')}-{seed}.json"
     found = {row["way"]: row for row in json.loads(file.read_text())} if file.exists() else {}
     made = None
     for way in ways:
@@ -313,7 +315,6 @@ def rows_of(
         found[way] = {"task": task, "seed": seed, "way": way, "held_out": held, **measured(how(made, seed), made)}
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, json.dumps(list(found.values()), indent=1) + "\n")
-    return [found[way] for way in ways]
 
 
 def mean(rows: list[dict[str, Any]], key: str) -> tuple[float, float] | None:
@@ -385,8 +386,14 @@ def picture(rows: list[dict[str, Any]], file: Path) -> None:
     plt.close(figure)
 
 
-def save(rows: list[dict[str, Any]], out: Path) -> str:
-    """Write the three files; returns the table."""
+def save(out: Path) -> str:
+    """Write the three files of all rows that the folder has; returns the table."""
+
+    def place(row: dict[str, Any]) -> tuple[str, int, int]:
+        task = re.sub(r"[\d,]+", lambda number: number[0].replace(",", "").zfill(9), row["task"])
+        return task, row["seed"], [*WAYS].index(row["way"])
+
+    rows = sorted((row for file in (out / "rows").iterdir() for row in json.loads(file.read_text())), key=place)
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
     writer.writeheader()
@@ -432,11 +439,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, metavar="N", help="of a training (30; quadrants 60)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
     works = itertools.product(range(args.seeds), tasks(args.tasks, args.train_size))
     for seed, (task, make) in tqdm([*works], desc="networks"):
-        rows += rows_of(task, make, args.ways, seed, args.epochs, args.out)
-        text = save(rows, args.out)
+        rows_of(task, make, args.ways, seed, args.epochs, args.out)
+        text = save(args.out)
     print(text)
 
 

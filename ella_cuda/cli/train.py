@@ -133,8 +133,7 @@ def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dic
         print(f"\nnot run: {', '.join(map(layer_title, missing))} (evidence): {DENSE_REASON}.")
     for row in rows:
         if how := row.get("calibrated_by"):
-            cost = f"{row['calibration_seconds']:.0f} s"
-            print(f"\nerror bars of {row['run']} by {how} ({cost}): {row['calibrated_by_reason']}.")
+            print(f"\nerror bars of {row['run']} by {how}: {row['calibrated_by_reason']}.")
         if reason := row.get("neg_log_marginal_likelihood_reason"):
             print(f"\nno -log q/N for {row['run']}: {reason}.")
         if (kept := out_dir / row["run"] / LAPLACE_FILE).exists():

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import os
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -190,8 +189,8 @@ def run_one(
         holdout). In a grid's folder it has the ``digest`` of all but the seconds too. Where they are learned, ``augmentation``: amounts by
         generator. A network that averages over copies is evaluated on those of the last fit.
 
-        ``calibrated_by``, "leave-one-out" or "folds", with ``..._reason`` and ``calibration_seconds``, says what chose the precisions of
-        predictions; none of them where they are the learned ones.
+        ``calibrated_by``, "leave-one-out" or "folds", says what chose the precisions of predictions, ``..._reason`` why, and what it took;
+        neither is there where they are the learned ones.
 
         Of images of one's own, ``nll_leave_one_out`` of the training images, of large networks fewer (nats; None where a leverage is 1 or
         more, or without error bars).
@@ -403,7 +402,7 @@ def _calibrate(
     ranks: Processes,
 ) -> dict[str, Any]:
     """Choose the precisions of predictions; returns what the row says of it."""
-    began, how, fold, first = time.perf_counter(), config.calibration, None, ranks.is_first
+    how, fold, first = config.calibration, None, ranks.is_first
     by_heart, nll = _of_first(ranks, lambda: (knows_by_heart(la), training_nll(la)))
     why = f"it knows its training labels {'' if by_heart else 'not '}by heart ({nll:.2g} nats)"
     if how == "auto":
@@ -411,7 +410,7 @@ def _calibrate(
     if how == "folds":
         fold, unseen = _fold(config, dataset, run_dir, network, progress, cuda_graph, ranks)
         alike, nll = _of_first(ranks, lambda: (have_learned_alike(la, [fold]), training_nll(fold)))
-        why += f"; one more network of two thirds of the images knows its own at {nll:.2g}"
+        why += f"; one training more of two thirds of the images knows its own at {nll:.2g}"
         if not alike:
             how, why = "leave-one-out", f"{why} and has learned too little to say how sure the first may be"
 
@@ -432,8 +431,7 @@ def _calibrate(
     ranks.together(lambda: choose() if first else None)
     if la.predictive_prior_precision is None:  # too many outputs, as a warning says
         return {}
-    seconds = round(time.perf_counter() - began, 2)
-    return {"calibrated_by": how, "calibrated_by_reason": why, "calibration_seconds": seconds}
+    return {"calibrated_by": how, "calibrated_by_reason": why}
 
 
 def _of_first(ranks: Processes, work: Callable[[], tuple[bool, float]]) -> tuple[bool, float]:

@@ -283,8 +283,9 @@ class Counting:
         return iter(self.loader)
 
 
-def test_memory_budget_and_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    la = KronLaplace(network(), prior_precision=3.0).fit(batches(labels()))
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_memory_budget_and_batches_change_nothing(subset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    la = KronLaplace(network(), prior_precision=3.0, subset_of_weights=subset).fit(batches(labels()))
     wide = la.leave_one_out()
     la.memory_budget, passing, sizes = 8 * 9 * (6 + 3), la._moments_under, []
     monkeypatch.setattr(la, "_moments_under", lambda x, *args, **how: sizes.append(len(x)) or passing(x, *args, **how))

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -422,11 +421,8 @@ def _calibrate(
             if how == "folds":
                 la.calibrate(folds=[(fold, unseen)], progress_bar=progress)
             else:
-                with warnings.catch_warnings():  # which say what has been found above
-                    if config.calibration == "auto":
-                        warnings.filterwarnings("ignore", "calibrate: .* by heart", UserWarning)
-                    loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
-                    calibrated(la, loader, progress)
+                loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+                calibrated(la, loader, progress)
 
     ranks.together(lambda: choose() if first else None)
     if la.predictive_prior_precision is None:  # too many outputs, as a warning says

@@ -586,7 +586,9 @@ def calibrated(la: KronLaplace, loader: Iterable[Any], progress_bar: bool = Fals
                 f"a data point has {la.n_outputs:,} outputs, and la.calibrate(loader) takes long with more than {CALIBRATED_OUTPUTS}."
             )
         la.log_marginal_likelihood()  # its eigenvalues first: those that come with a basis differ in the last bits
-        return la.calibrate(loader, progress_bar=progress_bar)
+        with warnings.catch_warnings():  # there is no other network whose advice could be had
+            warnings.filterwarnings("ignore", "calibrate: .* by heart", UserWarning)
+            return la.calibrate(loader, progress_bar=progress_bar)
     except MemoryError as error:
         warnings.warn(f"predictions are not calibrated, and are by prior_precision: {error}", stacklevel=2)
         return None
@@ -710,8 +712,9 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         calibrate: whether, with "evidence" and a likelihood with classes, :meth:`ella_cuda.laplace.KronLaplace.calibrate` chooses the
             precisions of ``la``'s predictions on data points of ``marglik_loader``, in the random state of the last fit. False: predictions
             are by the learned precisions, as in laplace-torch. A regression's always are: the rule compares with the noise at the training
-            data, and leaves no error bars away from these. Of several processes rank 0 chooses. Where a data point has too many outputs for
-            the memory budget, a warning says so, and predictions are by the learned precisions.
+            data, and leaves no error bars away from these. Where the network knows its labels by heart, predictions stay near the softmax;
+            ``la.calibrate(folds=...)`` sees more. Of several processes rank 0 chooses. Where a data point has too many outputs for the memory
+            budget, a warning says so, and predictions are by the learned precisions.
 
     Returns:
         ``(la, model, margliks, losses)``: the Laplace approximation at the last weights (fitted for "evidence"; for "map" not fitted, call

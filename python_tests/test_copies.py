@@ -220,6 +220,11 @@ def fields(thing: Any) -> dict[str, Any]:
     return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
 
 
+def drawn_batches(batches: training.ClassBatches) -> list[list[int]]:
+    torch.manual_seed(0)
+    return [*batches]
+
+
 def run_config() -> experiments.RunConfig:
     return experiments.configure("digits", "digit", "f_fc+conv", "evidence", seed=3, width=1)
 
@@ -320,6 +325,12 @@ ADDED = {
         name: Case(likelihoods.LIKELIHOODS[name], lambda likelihood: likelihood.statistic(torch.ones(3, 3), torch.ones(3, 3)))
         for name in ("regression", "binary", "poisson")
     },
+    "NTKLaplace": {
+        "fitted": Case(
+            lambda: unfactored("NTKLaplace", {}), lambda la: (la.log_marginal_likelihood(), la.effective_parameters())
+        )
+    },
+    "ClassBatches": {"of three classes": Case(lambda: training.ClassBatches([0, 1, 1, 0, 2], 2), drawn_batches)},
     "TensorLoader": {"after an epoch": Case(moved_loader, batches)},
     "FlipsShifts": {"of two channels": Case(lambda: data.FlipsShifts(torch.ones(2), 1), lambda change: change(X, torch.ones(9, 3).long()))},
     "Dataset": {"of nine": Case(dataset, fields)},
@@ -395,15 +406,17 @@ def exports() -> Iterator[tuple[str, Any]]:
 def test_every_exported_class_is_here():
     classes = {name.rpartition(".")[2] for name, thing in exports() if inspect.isclass(thing)}
     of_one_pass = {"Dense", "Patches", "Rows"}
-    assert classes - CASES.keys() == {"MarglikTrainer", "SubnetMask", *of_one_pass}
+    assert classes - CASES.keys() == {"EvidenceCallback", "MarglikTrainer", "SubnetMask", *of_one_pass}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_trainer_is_refused(way):
-    """Torch's schedules patch their optimizer: the copy's would step the original's weights."""
+def test_a_trainer_and_a_callback_are_refused(way):
+    """Torch's schedules patch their optimizer: the copy's would step the original's weights. A callback knows parameters by their ids."""
     trainer = training.MarglikTrainer(network(), [(X, Y)], n_epochs=1)
     with pytest.raises(TypeError, match=r"a trainer cannot be copied or pickled.* state_dict"):
         WAYS[way](trainer)
+    with pytest.raises(TypeError, match=r"a callback cannot be copied or pickled.* state_dict"):
+        WAYS[way](training.EvidenceCallback(network(), [(X, Y)]))
 
 
 @pytest.mark.parametrize(

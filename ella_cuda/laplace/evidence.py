@@ -202,9 +202,9 @@ def evidence_bound(
     .. math::
         \tfrac{N}{M} \left[ \log p(B | \theta) - \tfrac12 \log|H_B \Lambda^{-1} + I| \right] - \tfrac12 \|\theta\|^2_\Lambda
 
-    For subsets B that are drawn with equal chances for each data point (random ones, batches of one class chosen by its size, balanced
-    ones) its mean is a lower bound of the evidence of all data, closer with larger M, and equal to it at M = N, where :math:`H_B` is a sum
-    over data points: the log determinant is submodular in B. So it is for :class:`~ella_cuda.laplace.NTKLaplace`,
+    For random subsets B, or batches of a partition whose chances are in proportion to their sizes (of one class each, balanced ones), its
+    mean is a lower bound of the evidence of all data, closer with larger M, and equal to it at M = N, where :math:`H_B` is a sum over data
+    points: the log determinant is submodular in B. So it is for :class:`~ella_cuda.laplace.NTKLaplace`,
     :class:`~ella_cuda.laplace.FullLaplace` and :class:`~ella_cuda.laplace.DiagLaplace`. Kronecker factors are no such sums: with
     :class:`~ella_cuda.laplace.KronLaplace` the mean may lie on either side of the evidence with all data's factors.
 

@@ -293,6 +293,12 @@ class EvidenceCallback:
         self.margliks, self.la = list(state["margliks"]), None
         self._put()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{OWNER}: a callback cannot be copied or pickled, for it is of these parameters and optimizers; copy its state_dict, and load "
+            "it into a callback of the same arguments."
+        )
+
     def _described(self) -> dict[str, Any]:
         given = {"every": self.every, "burn_in": self.burn_in, "form": self.form, "batches": self.batches}
         return {

@@ -597,7 +597,8 @@ class _Kernels(JacobianConsumer):
 
     def take(self, name: str, jacobian: Jacobian) -> None:
         kernel = self._now[self.places[name]]
-        if jacobian.index is None and jacobian.inputs is not None and jacobian.inputs.shape[1:3] == (1, 1):
+        of_all = self.layout.indices is None and jacobian.index is None and jacobian.inputs is not None
+        if of_all and jacobian.inputs.shape[1:3] == (1, 1):
             # A linear layer's: the products of inputs times those of outputs.
             inputs, outputs = jacobian.inputs[:, 0, 0].double(), self._in_blocks(jacobian.outputs[:, :, 0, 0].double())
             of_inputs = inputs @ inputs.T
@@ -657,10 +658,10 @@ class NTKLaplace(UnfactoredLaplace):
         **how: Any,
     ) -> None:
         self.outputs = check_choice("outputs", outputs, OUTPUTS)
-        super().__init__(model, likelihood, **how)
+        super().__init__(model, likelihood, hessian_structure="full", **how)
 
     def _described(self) -> str:
-        return f"kernels of outputs {self.outputs}: {self.n_params} parameters"
+        return f"kernels of outputs {self.outputs}: {self._layout.count} parameters"
 
     @property
     def H(self) -> NoReturn:

@@ -108,6 +108,19 @@ def test_gradients_in_precisions_and_noise_are_those_of_the_value(name, outputs)
     torch.testing.assert_close(slope[:-1] * delta, (gamma - delta * norms) / 2)
 
 
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_a_subnetworks_kernels_are_of_its_elements(name):
+    model, x, y = problem(name)
+    count = sum(p.numel() for p in model.parameters())
+    chosen, delta = torch.arange(0, count, 2), precisions(model)
+    full = FullLaplace(model, prior_precision=delta, subnetwork_indices=chosen).fit([(x, y)])
+    la = NTKLaplace(model, prior_precision=delta, subnetwork_indices=chosen).fit([(x, y)])
+    assert f"{len(chosen)} parameters" in repr(la)
+    torch.testing.assert_close(la.log_marginal_likelihood(), full.log_marginal_likelihood(), rtol=1e-10, atol=0)
+    with pytest.raises(TypeError, match="hessian_structure"):
+        NTKLaplace(model, hessian_structure="diag")
+
+
 def test_precisions_are_raised_to_a_stationary_point_of_the_dense_evidence():
     model, x, y = problem()
     la = NTKLaplace(model).fit([(x, y)])

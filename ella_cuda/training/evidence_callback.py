@@ -172,7 +172,8 @@ class EvidenceCallback:
         is taken to be at; ``weight_decay=False`` does.
 
         Args:
-            optimizer: of torch, with ``weight_decay`` among its groups' settings. Load its state, and that of its schedule, after this.
+            optimizer: of torch, with ``weight_decay`` among its groups' settings unless that is False here. Load its state, and that of
+                its schedule, after this.
             scheduler: the schedule of its learning rates, where there is one already.
             weight_decay: False puts these parameters' decay to 0, and the prior's part is :meth:`penalised`'s.
 
@@ -187,25 +188,29 @@ class EvidenceCallback:
         held = {id(p) for other, _ in self._attached for group in other.param_groups for p in group["params"]}
         if held & {id(p) for p in own}:
             raise ValueError(f"{OWNER}.attach: a parameter of optimizer is attached already; attach each one once.")
-        if lacking := [i for i, group in enumerate(optimizer.param_groups) if "weight_decay" not in group]:
+        lacking = [i for i, group in enumerate(optimizer.param_groups) if "weight_decay" not in group]
+        if lacking and weight_decay:
             raise ValueError(
-                f"{OWNER}.attach: group {lacking[0]} of the {type(optimizer).__name__} has no weight_decay; leave attach out, for "
-                "penalised(loss) has the prior's term."
+                f"{OWNER}.attach: group {lacking[0]} of the {type(optimizer).__name__} has no weight_decay; pass weight_decay=False, or "
+                "leave attach out, for penalised(loss) has the prior's term."
             )
         if weight_decay:
             places = _split(optimizer, scheduler, number)
             self._decayed |= {id(p) for p in own}
         else:
-            places = {}
+            places, decaying = {}, []
             for place, group in enumerate(optimizer.param_groups):
                 ours = [id(p) in number for p in group["params"]]
-                if any(ours) and not all(ours) and group["weight_decay"]:
+                if not any(ours) or not group.get("weight_decay"):
+                    continue
+                if not all(ours):
                     raise ValueError(
                         f"{OWNER}.attach: group {place} of the optimizer has parameters with a precision and others, and a weight_decay; "
                         "give the others a group of their own."
                     )
-                if any(ours):
-                    group["weight_decay"] = 0.0
+                decaying.append(group)
+            for group in decaying:  # once none of them is refused
+                group["weight_decay"] = 0.0
         self._attached.append((optimizer, places))
         self._put()
 

@@ -309,6 +309,11 @@ def test_what_cannot_be_attached_is_refused():
         evidence.attach(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
     with pytest.raises(ValueError, match="group 0 of the Rprop has no weight_decay"):
         evidence.attach(torch.optim.Rprop(model.parameters()))
+    first, mixed = {"params": [model[0].weight]}, {"params": [model[0].bias, nn.Parameter(torch.ones(2))]}
+    optimizer = torch.optim.SGD([first, mixed], weight_decay=0.5)
+    with pytest.raises(ValueError, match="group 1 of the optimizer has parameters with a precision and others"):
+        evidence.attach(optimizer, weight_decay=False)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5], "a refused optimizer is changed"
     optimizer = torch.optim.AdamW(model.parameters())
     evidence.attach(optimizer)
     with pytest.raises(ValueError, match="is attached already"):

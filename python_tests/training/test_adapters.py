@@ -125,7 +125,9 @@ def test_lightnings_optimizers_may_have_no_decay_or_none_of_the_network():
     assert trainer.optimizers[1].param_groups[0]["weight_decay"] == 0.3
 
 
-def test_hugging_faces_loop_is_the_plain_one_and_resumes_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("strategy", ["epoch", "steps"])
+def test_hugging_faces_loop_is_the_plain_one_and_resumes_bit_for_bit(tmp_path, strategy):
+    """Checkpoints "steps" are written at an epoch's last step, before the evidence step."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     from ella_cuda.training.transformers import EvidenceCallback as Adapter
@@ -154,7 +156,8 @@ def test_hugging_faces_loop_is_the_plain_one_and_resumes_bit_for_bit(tmp_path):
         quiet = {
             "report_to": [],
             "disable_tqdm": True,
-            "save_strategy": "epoch",
+            "save_strategy": strategy,
+            "save_steps": 3,
             "logging_strategy": "no",
             "use_cpu": True,
         }

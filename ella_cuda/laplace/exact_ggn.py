@@ -4,6 +4,7 @@ kernels of outputs."""
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -592,6 +593,13 @@ class _Kernels(JacobianConsumer):
     def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
         count, points = columns.stop - columns.start, len(outputs)
         sizes = (count, points, points) if self._apart else (1, count * points, count * points)
+        needed = 8 * (len(self.places) + 2) * math.prod(sizes)  # with their sum and its factor
+        available = available_bytes(outputs.device)
+        if available is not None and needed > available:
+            raise MemoryError(
+                f"fit: the kernels of {points} data points with {count} columns take {needed:,} bytes, and {outputs.device} has "
+                f"{available:,} available. Pass smaller batches, or outputs='apart'."
+            )
         self._now = outputs.new_zeros(len(self.places), *sizes, dtype=torch.float64)
         self._largest = self._budget // max(8 * count * points, 1)
 
@@ -635,8 +643,8 @@ class NTKLaplace(UnfactoredLaplace):
     precision. Each batch of :meth:`fit` is a block b: the evidence of one batch of all data is exact, and by Fischer's inequality that of
     several is a lower bound, tighter with larger batches. Each kernel is kept for each parameter tensor, so that the evidence, its
     gradient and :meth:`optimize_prior_precision` take any precisions without another pass. Time for C columns and batches of M points is
-    :math:`(C M)^2 P` a batch for the kernels, memory :math:`8 (C M)^2` bytes for each parameter tensor and :math:`C M` times the largest
-    tensor. Predictions are of :class:`~ella_cuda.laplace.KronLaplace` and others.
+    :math:`(C M)^2 P` a batch for the kernels, memory :math:`8 (C M)^2` bytes for each batch and parameter tensor, and once :math:`C M` times
+    the largest tensor. Predictions are of :class:`~ella_cuda.laplace.KronLaplace` and others.
 
     Args:
         outputs: "together", or "apart": each column of S is a block of its own, C kernels of M points. Bound and time are lower. A

@@ -15,8 +15,8 @@ from ella_cuda.training.checks import positive_integer
 class ClassBatches(Sampler[list[int]]):
     """A partition of labelled data points, anew in each pass, for ``DataLoader(data_set, batch_sampler=ClassBatches(labels, 64))``.
 
-    Batches are as even as can be. A pass begins with one that is drawn by its size, so that each data point has equal chances to be in it,
-    as :func:`ella_cuda.laplace.evidence_bound` wants.
+    Batches are as even as can be. A pass begins with one that is drawn by its size: divided by the size, each data point counts as much on
+    average, as :func:`ella_cuda.laplace.evidence_bound` of the first batch wants.
 
     Args:
         labels: one for each data point.

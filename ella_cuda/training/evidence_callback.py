@@ -250,10 +250,11 @@ class EvidenceCallback:
             ValueError: the model's parameters, or their device, are others than at the start; a pass yields another number of data points.
             FloatingPointError: a factor or the likelihood is not finite.
         """
-        done = whole("epoch", epoch, 0) + 1
-        if done <= self.burn_in or done % self.every:
-            return None
-        self._prior.require_parameters_of(self.model)
+        with _named():
+            done = whole("epoch", epoch, 0) + 1
+            if done <= self.burn_in or done % self.every:
+                return None
+            self._prior.require_parameters_of(self.model)
         device = self._prior.parameters[0].device
         if device != self._prior.log_sigma.device:
             raise ValueError(
@@ -365,7 +366,8 @@ def _parted(options: Mapping[str, Any]) -> tuple[PriorOptions, Curvature]:
 
 def _require_subsets(loader: Any) -> None:
     """ValueError where the first batches of a pass are the same in every pass."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader if batches is None else batches, "sampler", None)
     if isinstance(loader, (list, tuple)) or (isinstance(loader, DataLoader) and isinstance(sampler, SequentialSampler)):
         raise ValueError(
             f"{OWNER}: batches takes the first of a new pass, which of this loader are the same in every pass; pass a DataLoader with "
@@ -377,11 +379,13 @@ def _split(optimizer: torch.optim.Optimizer, scheduler: Any, number: Mapping[int
     """Split groups, so that parameters of one have one number, by their ids, or none; returns the numbers by the groups' places. New groups
     have the settings of those that they come from, and are last. ValueError where there is a schedule that is not given."""
     groups = optimizer.param_groups
-    parts = []  # of each group, its parameters by their number
+    parts, named = [], []  # of each group, its parameters by their number, and their names
     for group in groups:
         parts.append(by_number := {})
         for p in group["params"]:
             by_number.setdefault(number.get(id(p)), []).append(p)
+        names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+        named.append({key: [names[id(p)] for p in of] for key, of in by_number.items()} if names else {})
     if scheduler is None and any(len(of) > 1 and "initial_lr" in g for of, g in zip(parts, groups, strict=True)):
         raise ValueError(
             f"{OWNER}.attach: the optimizer has a schedule, whose lists are of its groups, which are to be split: pass it, "
@@ -397,6 +401,8 @@ def _split(optimizer: torch.optim.Optimizer, scheduler: Any, number: Mapping[int
                 )
                 origins.append(origin)
             groups[place]["params"] = parameters
+            if named[origin]:
+                groups[place]["param_names"] = named[origin][key]
             if key is not None:
                 places[place] = key
     _extend(scheduler, len(parts), origins)

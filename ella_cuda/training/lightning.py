@@ -63,7 +63,9 @@ class EvidenceCallback(pl.Callback):
             self.evidence.load_state_dict(self._state)
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         weights = set(model.parameters())
-        having = [o for o in trainer.optimizers if any(p in weights for group in o.param_groups for p in group["params"])]
+        having = [
+            o for o in trainer.optimizers if any(p in weights for group in o.param_groups for p in group["params"])
+        ]
         for optimizer in having or trainer.optimizers:  # which is refused where none has any
             own = [schedule for schedule in schedules if getattr(schedule, "optimizer", None) is optimizer]
             self.evidence.attach(optimizer, own[0] if own else None, weight_decay=self._weight_decay)

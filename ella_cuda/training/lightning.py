@@ -22,10 +22,10 @@ class EvidenceCallback(pl.Callback):
     """:class:`ella_cuda.training.EvidenceCallback` for ``lightning.pytorch.Trainer(callbacks=[EvidenceCallback(loader)])``.
 
     The prior's gradient is added to that of the loss before each step of an optimizer, and before gradients are clipped, so that any
-    optimizer serves; its own weight decay is put to 0. Optimizers without parameters of the network stay. ``training_step`` returns the mean loss, without the prior. An evidence step
-    follows the training epoch, and logs ``neg_log_marginal_likelihood`` per data point. The state is in Lightning's checkpoints; those
-    that are written at a validation's end, before the epoch's evidence step, are of the step before. Processes of one trainer make
-    evidence steps together.
+    optimizer serves; its own weight decay is put to 0. Optimizers without parameters of the network stay. ``training_step`` returns the
+    mean loss, without the prior. An evidence step follows the training epoch, and logs ``neg_log_marginal_likelihood`` per data point. The
+    state is in Lightning's checkpoints; those that are written at a validation's end, before the epoch's evidence step, are of the step
+    before. Processes of one trainer make evidence steps together.
 
     Args:
         loader, likelihood: see there.

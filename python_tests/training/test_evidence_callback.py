@@ -295,6 +295,16 @@ def test_the_priors_gradient_is_that_of_the_penalty_for_one_optimizer_at_a_time(
         torch.testing.assert_close(p.grad, gradient)
 
 
+def test_a_given_number_weighs_the_decay_and_evidence_is_of_the_data_of_a_pass():
+    found = []
+    for n_data in (None, 400):
+        evidence = EvidenceCallback(network(), points(), n_data=n_data, **OPTIONS)
+        found.append((evidence.step(0), evidence.margliks, evidence.prior_precision, evidence.weight_decay))
+    (value, margliks, precision, decay), given = found
+    assert given[:2] == (value, margliks) and torch.equal(given[2], precision)
+    assert given[3] == {name: pytest.approx(each / 10) for name, each in decay.items()}
+
+
 def test_parameters_without_a_precision_keep_their_decay():
     model, loader = Tagged(), [(torch.randn(40, 3, 4), torch.arange(40) % 3)]
     evidence = EvidenceCallback(model, loader, unknown="freeze", prior_prec_init=8.0)

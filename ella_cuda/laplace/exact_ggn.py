@@ -4,6 +4,7 @@ kernels of outputs."""
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -592,12 +593,20 @@ class _Kernels(JacobianConsumer):
     def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
         count, points = columns.stop - columns.start, len(outputs)
         sizes = (count, points, points) if self._apart else (1, count * points, count * points)
+        needed = 8 * (len(self.places) + 2) * math.prod(sizes)  # with their sum and its factor
+        available = available_bytes(outputs.device)
+        if available is not None and needed > available:
+            raise MemoryError(
+                f"fit: the kernels of {points} data points with {count} columns take {needed:,} bytes, and {outputs.device} has "
+                f"{available:,} available. Pass smaller batches, or outputs='apart'."
+            )
         self._now = outputs.new_zeros(len(self.places), *sizes, dtype=torch.float64)
         self._largest = self._budget // max(8 * count * points, 1)
 
     def take(self, name: str, jacobian: Jacobian) -> None:
         kernel = self._now[self.places[name]]
-        if jacobian.index is None and jacobian.inputs is not None and jacobian.inputs.shape[1:3] == (1, 1):
+        of_all = self.layout.indices is None and jacobian.index is None and jacobian.inputs is not None
+        if of_all and jacobian.inputs.shape[1:3] == (1, 1):
             # A linear layer's: the products of inputs times those of outputs.
             inputs, outputs = jacobian.inputs[:, 0, 0].double(), self._in_blocks(jacobian.outputs[:, :, 0, 0].double())
             of_inputs = inputs @ inputs.T
@@ -634,8 +643,8 @@ class NTKLaplace(UnfactoredLaplace):
     precision. Each batch of :meth:`fit` is a block b: the evidence of one batch of all data is exact, and by Fischer's inequality that of
     several is a lower bound, tighter with larger batches. Each kernel is kept for each parameter tensor, so that the evidence, its
     gradient and :meth:`optimize_prior_precision` take any precisions without another pass. Time for C columns and batches of M points is
-    :math:`(C M)^2 P` a batch for the kernels, memory :math:`8 (C M)^2` bytes for each parameter tensor and :math:`C M` times the largest
-    tensor. Predictions are of :class:`~ella_cuda.laplace.KronLaplace` and others.
+    :math:`(C M)^2 P` a batch for the kernels, memory :math:`8 (C M)^2` bytes for each batch and parameter tensor, and once :math:`C M` times
+    the largest tensor. Predictions are of :class:`~ella_cuda.laplace.KronLaplace` and others.
 
     Args:
         outputs: "together", or "apart": each column of S is a block of its own, C kernels of M points. Bound and time are lower. A
@@ -657,10 +666,10 @@ class NTKLaplace(UnfactoredLaplace):
         **how: Any,
     ) -> None:
         self.outputs = check_choice("outputs", outputs, OUTPUTS)
-        super().__init__(model, likelihood, **how)
+        super().__init__(model, likelihood, hessian_structure="full", **how)
 
     def _described(self) -> str:
-        return f"kernels of outputs {self.outputs}: {self.n_params} parameters"
+        return f"kernels of outputs {self.outputs}: {self._layout.count} parameters"
 
     @property
     def H(self) -> NoReturn:

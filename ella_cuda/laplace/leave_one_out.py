@@ -237,8 +237,8 @@ def best_of(
 
 
 def training_nll(la: Predictive) -> float:
-    """What the network itself says of the fit's targets: the mean negative log density of one, nats."""
-    return -float(la.log_likelihood) / la.n_targets
+    """What the network itself says of the fit's targets, at any temperature: the mean negative log density of one, nats."""
+    return -float(la.log_likelihood) * la.temperature / la.n_targets
 
 
 def knows_by_heart(la: Predictive) -> bool:

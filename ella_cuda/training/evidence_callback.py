@@ -172,7 +172,8 @@ class EvidenceCallback:
         is taken to be at; ``weight_decay=False`` does.
 
         Args:
-            optimizer: of torch, with ``weight_decay`` among its groups' settings. Load its state, and that of its schedule, after this.
+            optimizer: of torch, with ``weight_decay`` among its groups' settings unless that is False here. Load its state, and that of
+                its schedule, after this.
             scheduler: the schedule of its learning rates, where there is one already.
             weight_decay: False puts these parameters' decay to 0, and the prior's part is :meth:`penalised`'s.
 
@@ -187,25 +188,29 @@ class EvidenceCallback:
         held = {id(p) for other, _ in self._attached for group in other.param_groups for p in group["params"]}
         if held & {id(p) for p in own}:
             raise ValueError(f"{OWNER}.attach: a parameter of optimizer is attached already; attach each one once.")
-        if lacking := [i for i, group in enumerate(optimizer.param_groups) if "weight_decay" not in group]:
+        lacking = [i for i, group in enumerate(optimizer.param_groups) if "weight_decay" not in group]
+        if lacking and weight_decay:
             raise ValueError(
-                f"{OWNER}.attach: group {lacking[0]} of the {type(optimizer).__name__} has no weight_decay; leave attach out, for "
-                "penalised(loss) has the prior's term."
+                f"{OWNER}.attach: group {lacking[0]} of the {type(optimizer).__name__} has no weight_decay; pass weight_decay=False, or "
+                "leave attach out, for penalised(loss) has the prior's term."
             )
         if weight_decay:
             places = _split(optimizer, scheduler, number)
             self._decayed |= {id(p) for p in own}
         else:
-            places = {}
+            places, decaying = {}, []
             for place, group in enumerate(optimizer.param_groups):
                 ours = [id(p) in number for p in group["params"]]
-                if any(ours) and not all(ours) and group["weight_decay"]:
+                if not any(ours) or not group.get("weight_decay"):
+                    continue
+                if not all(ours):
                     raise ValueError(
                         f"{OWNER}.attach: group {place} of the optimizer has parameters with a precision and others, and a weight_decay; "
                         "give the others a group of their own."
                     )
-                if any(ours):
-                    group["weight_decay"] = 0.0
+                decaying.append(group)
+            for group in decaying:  # once none of them is refused
+                group["weight_decay"] = 0.0
         self._attached.append((optimizer, places))
         self._put()
 
@@ -245,10 +250,11 @@ class EvidenceCallback:
             ValueError: the model's parameters, or their device, are others than at the start; a pass yields another number of data points.
             FloatingPointError: a factor or the likelihood is not finite.
         """
-        done = whole("epoch", epoch, 0) + 1
-        if done <= self.burn_in or done % self.every:
-            return None
-        self._prior.require_parameters_of(self.model)
+        with _named():
+            done = whole("epoch", epoch, 0) + 1
+            if done <= self.burn_in or done % self.every:
+                return None
+            self._prior.require_parameters_of(self.model)
         device = self._prior.parameters[0].device
         if device != self._prior.log_sigma.device:
             raise ValueError(
@@ -366,7 +372,8 @@ def _parted(options: Mapping[str, Any]) -> tuple[PriorOptions, Curvature]:
 
 def _require_subsets(loader: Any) -> None:
     """ValueError where the first batches of a pass are the same in every pass."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader if batches is None else batches, "sampler", None)
     if isinstance(loader, (list, tuple)) or (isinstance(loader, DataLoader) and isinstance(sampler, SequentialSampler)):
         raise ValueError(
             f"{OWNER}: batches takes the first of a new pass, which of this loader are the same in every pass; pass a DataLoader with "
@@ -378,11 +385,13 @@ def _split(optimizer: torch.optim.Optimizer, scheduler: Any, number: Mapping[int
     """Split groups, so that parameters of one have one number, by their ids, or none; returns the numbers by the groups' places. New groups
     have the settings of those that they come from, and are last. ValueError where there is a schedule that is not given."""
     groups = optimizer.param_groups
-    parts = []  # of each group, its parameters by their number
+    parts, named = [], []  # of each group, its parameters by their number, and their names
     for group in groups:
         parts.append(by_number := {})
         for p in group["params"]:
             by_number.setdefault(number.get(id(p)), []).append(p)
+        names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+        named.append({key: [names[id(p)] for p in of] for key, of in by_number.items()} if names else {})
     if scheduler is None and any(len(of) > 1 and "initial_lr" in g for of, g in zip(parts, groups, strict=True)):
         raise ValueError(
             f"{OWNER}.attach: the optimizer has a schedule, whose lists are of its groups, which are to be split: pass it, "
@@ -398,6 +407,8 @@ def _split(optimizer: torch.optim.Optimizer, scheduler: Any, number: Mapping[int
                 )
                 origins.append(origin)
             groups[place]["params"] = parameters
+            if named[origin]:
+                groups[place]["param_names"] = named[origin][key]
             if key is not None:
                 places[place] = key
     _extend(scheduler, len(parts), origins)

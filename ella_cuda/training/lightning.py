@@ -22,10 +22,10 @@ class EvidenceCallback(pl.Callback):
     """:class:`ella_cuda.training.EvidenceCallback` for ``lightning.pytorch.Trainer(callbacks=[EvidenceCallback(loader)])``.
 
     The prior's gradient is added to that of the loss before each step of an optimizer, and before gradients are clipped, so that any
-    optimizer serves; its own weight decay is put to 0. ``training_step`` returns the mean loss, without the prior. An evidence step
-    follows the training epoch, and logs ``neg_log_marginal_likelihood`` per data point. The state is in Lightning's checkpoints; those
-    that are written at a validation's end, before the epoch's evidence step, are of the step before. Processes of one trainer make
-    evidence steps together.
+    optimizer serves; its own weight decay is put to 0. Optimizers without parameters of the network stay. ``training_step`` returns the
+    mean loss, without the prior. An evidence step follows the training epoch, and logs ``neg_log_marginal_likelihood`` per data point. The
+    state is in Lightning's checkpoints; those that are written at a validation's end, before the epoch's evidence step, are of the step
+    before. Processes of one trainer make evidence steps together.
 
     Args:
         loader, likelihood: see there.
@@ -62,7 +62,11 @@ class EvidenceCallback(pl.Callback):
         if self._state is not None:
             self.evidence.load_state_dict(self._state)
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        for optimizer in trainer.optimizers:
+        weights = set(model.parameters())
+        having = [
+            o for o in trainer.optimizers if any(p in weights for group in o.param_groups for p in group["params"])
+        ]
+        for optimizer in having or trainer.optimizers:  # which is refused where none has any
             own = [schedule for schedule in schedules if getattr(schedule, "optimizer", None) is optimizer]
             self.evidence.attach(optimizer, own[0] if own else None, weight_decay=self._weight_decay)
 

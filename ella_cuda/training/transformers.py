@@ -46,6 +46,7 @@ class EvidenceCallback(transformers.TrainerCallback):
     def __init__(self, loader: Iterable[Any], likelihood: Any = "classification", **options: Any) -> None:
         self._loader, self._likelihood, self._options = loader, likelihood, options
         self.evidence: evidence_callback.EvidenceCallback | None = None
+        self._epochs = 0  # whole ones, after which the step that was due is done
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any, **_: Any) -> None:
         """Make the evidence of the model on its device, and read its state where training is resumed.
@@ -61,6 +62,7 @@ class EvidenceCallback(transformers.TrainerCallback):
             **group,
             **self._options,
         )
+        self._epochs = 0
         self.evidence.attach(getattr(optimizer, "optimizer", optimizer), weight_decay=False)
         if state.global_step:
             file = _folder(args, state) / FILE
@@ -69,7 +71,10 @@ class EvidenceCallback(transformers.TrainerCallback):
                     f"EvidenceCallback: training is resumed from step {state.global_step}, but {file} is not there: the checkpoint must be "
                     "one of args.output_dir, written with this callback."
                 )
-            self.evidence.load_state_dict(read_checkpoint(file))
+            found = read_checkpoint(file)
+            self.evidence.load_state_dict(found)
+            self._epochs = found["epochs"]
+            self._step(state)  # of a checkpoint that was written at an epoch's last step
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Add the prior's gradient."""
@@ -77,14 +82,18 @@ class EvidenceCallback(transformers.TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Do the evidence step that is due after whole epochs."""
+        self._step(state)
+
+    def _step(self, state: Any) -> None:
         done = round(state.epoch)
-        if done and math.isclose(state.epoch, done, abs_tol=1e-6):
+        if done > self._epochs and math.isclose(state.epoch, done, abs_tol=1e-6):
             self.evidence.step(done - 1)
+            self._epochs = done
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the state beside that of the Trainer."""
         if state.is_world_process_zero:
-            save_checkpoint(_folder(args, state) / FILE, self.evidence.state_dict())
+            save_checkpoint(_folder(args, state) / FILE, self.evidence.state_dict() | {"epochs": self._epochs})
 
 
 class _Logits(nn.Module):

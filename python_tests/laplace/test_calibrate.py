@@ -112,11 +112,13 @@ def by_scale(scale: float, y: Tensor, x: Tensor) -> tuple[Any, float]:
     return KronLaplace(model).fit([(x, y)]), F.cross_entropy(model(x), y).item()
 
 
-def test_data_known_by_heart_are_told() -> None:
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 30.0])
+def test_data_known_by_heart_are_told(temperature: float) -> None:
     x = drawn(N, 3, seed=1)
     y = network()(x).argmax(1)
     for scale in (3, 30, 300):
         la, nll = by_scale(scale, y, x)
+        la.temperature = temperature
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             la.calibrate(tolerance=10)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, NTKLaplace, evidence_bound
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, NTKLaplace, evidence_bound, exact_ggn
 from python_tests.laplace.checks import Function, drawn, randomised
 
 
@@ -108,6 +108,19 @@ def test_gradients_in_precisions_and_noise_are_those_of_the_value(name, outputs)
     torch.testing.assert_close(slope[:-1] * delta, (gamma - delta * norms) / 2)
 
 
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_a_subnetworks_kernels_are_of_its_elements(name):
+    model, x, y = problem(name)
+    count = sum(p.numel() for p in model.parameters())
+    chosen, delta = torch.arange(0, count, 2), precisions(model)
+    full = FullLaplace(model, prior_precision=delta, subnetwork_indices=chosen).fit([(x, y)])
+    la = NTKLaplace(model, prior_precision=delta, subnetwork_indices=chosen).fit([(x, y)])
+    assert f"{len(chosen)} parameters" in repr(la)
+    torch.testing.assert_close(la.log_marginal_likelihood(), full.log_marginal_likelihood(), rtol=1e-10, atol=0)
+    with pytest.raises(TypeError, match="hessian_structure"):
+        NTKLaplace(model, hessian_structure="diag")
+
+
 def test_precisions_are_raised_to_a_stationary_point_of_the_dense_evidence():
     model, x, y = problem()
     la = NTKLaplace(model).fit([(x, y)])
@@ -176,6 +189,19 @@ def test_a_step_of_the_bound_moves_precisions_by_its_gradient():
     assert float(evidence_bound(la, 2)) == pytest.approx(float(la.log_marginal_likelihood()), rel=1e-14)
     with pytest.raises(ValueError, match="n_data must be at least the 2 data points of the fit, got 1"):
         evidence_bound(la, 1)
+
+
+def test_kernels_without_room_are_refused(monkeypatch):
+    model, x, y = problem()
+    needed = 8 * (4 + 2) * (2 * 6) ** 2  # four tensors, two columns of six data points
+    for available in (needed, needed - 1):
+        monkeypatch.setattr(exact_ggn, "available_bytes", lambda device, found=available: found)
+        if available == needed:
+            NTKLaplace(model).fit([(x, y)])
+        else:
+            with pytest.raises(MemoryError, match=f"6 data points with 2 columns take {needed:,} bytes"):
+                NTKLaplace(model).fit([(x, y)])
+            NTKLaplace(model).fit([(x[:3], y[:3]), (x[3:], y[3:])])
 
 
 def test_what_kernels_do_not_give_is_refused():

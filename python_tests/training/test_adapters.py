@@ -94,7 +94,40 @@ def test_lightnings_loop_is_the_plain_one_and_resumes_bit_for_bit(tmp_path, weig
     assert torch.equal(resumed.prior_precision, evidence.prior_precision) and resumed.margliks == evidence.margliks
 
 
-def test_hugging_faces_loop_is_the_plain_one_and_resumes_bit_for_bit(tmp_path):
+def test_lightnings_optimizers_may_have_no_decay_or_none_of_the_network():
+    pl = pytest.importorskip("lightning.pytorch")
+    from ella_cuda.training.lightning import EvidenceCallback as Adapter
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network, self.other = network(), nn.Linear(4, 3).double()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, _):
+            for optimizer, part in zip(self.optimizers(), (self.network, self.other), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(nn.functional.cross_entropy(part(batch[0]), batch[1]))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            other = torch.optim.SGD(self.other.parameters(), lr=0.1, weight_decay=0.3)
+            return [torch.optim.Rprop(self.network.parameters(), lr=0.01), other]
+
+    module, adapter = Module(), Adapter(points(), network="network", **OPTIONS)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = pl.Trainer(max_epochs=3, callbacks=[adapter], enable_checkpointing=False, **quiet)
+    trainer.fit(module, points())
+    expected = network()
+    oracle = plain_loop(expected, points(), 3, kind=torch.optim.Rprop, lr=0.01)
+    assert_near(module.network, expected, 1e-10)
+    assert adapter.evidence.margliks == pytest.approx(oracle.margliks, rel=1e-10)
+    assert trainer.optimizers[1].param_groups[0]["weight_decay"] == 0.3
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "steps"])
+def test_hugging_faces_loop_is_the_plain_one_and_resumes_bit_for_bit(tmp_path, strategy):
+    """Checkpoints "steps" are written at an epoch's last step, before the evidence step."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     from ella_cuda.training.transformers import EvidenceCallback as Adapter
@@ -123,7 +156,8 @@ def test_hugging_faces_loop_is_the_plain_one_and_resumes_bit_for_bit(tmp_path):
         quiet = {
             "report_to": [],
             "disable_tqdm": True,
-            "save_strategy": "epoch",
+            "save_strategy": strategy,
+            "save_steps": 3,
             "logging_strategy": "no",
             "use_cpu": True,
         }

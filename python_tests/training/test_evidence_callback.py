@@ -176,6 +176,8 @@ def test_groups_are_split_without_their_settings_or_state():
     for weight_decay in (False, True):
         model, loader = network(), points()
         groups = [{"params": [model[0].weight, model[2].bias], "lr": 0.2}, {"params": [model[0].bias, model[2].weight]}]
+        names = {id(p): name for name, p in model.named_parameters()}
+        groups = [group | {"params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
         optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
         evidence = EvidenceCallback(model, loader, n_hypersteps=4)
         for x, y in loader:  # momentum
@@ -189,6 +191,8 @@ def test_groups_are_split_without_their_settings_or_state():
     assert_near(model, expected)
     assert [len(g["params"]) for g in whole.param_groups] == [2, 2]
     assert [(g["lr"], g["nesterov"]) for g in split.param_groups] == [(0.2, True), (0.05, True), (0.2, True), (0.05, True)]  # fmt: skip
+    named = {name: p for g in split.param_groups for name, p in zip(g["param_names"], g["params"], strict=True)}
+    assert named.keys() == evidence.weight_decay.keys() and all(model.get_parameter(n) is p for n, p in named.items())
     decays = {id(p): g["weight_decay"] for g in split.param_groups for p in g["params"]}
     assert evidence.weight_decay == {n: decays[id(p)] for n, p in model.named_parameters()}
     assert len(set(decays.values())) == 4
@@ -264,13 +268,17 @@ def test_steps_from_batches_are_up_the_bound_and_those_from_all_the_evidence(for
         ({"form": "ntk", "fisher": "mc"}, r"fisher is not an argument of form='ntk'"),
         ({"outputs": "apart"}, r"outputs is not an argument of form='kron'"),
         ({"batches": 1}, r"the first of a new pass, which of this loader are the same in every pass"),
+        (
+            {"batches": 1, "loader": DataLoader([(drawn(9, 4), torch.arange(9) % 3)], batch_size=None)},
+            r"the first of a new pass, which of this loader are the same in every pass",
+        ),
         ({"n_data": 0}, r"EvidenceCallback: n_data must be a positive integer"),
         ({"likelihood": "binary"}, r"EvidenceCallback: on 3 images of loader: "),
     ],
 )
 def test_wrong_arguments_are_named_before_the_first_step(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        EvidenceCallback(network(), points(), **arguments)
+        EvidenceCallback(network(), **{"loader": points()} | arguments)
 
 
 def test_the_priors_gradient_is_that_of_the_penalty_for_one_optimizer_at_a_time():
@@ -285,6 +293,16 @@ def test_the_priors_gradient_is_that_of_the_penalty_for_one_optimizer_at_a_time(
     evidence.add_prior(second)
     for p, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, gradient)
+
+
+def test_a_given_number_weighs_the_decay_and_evidence_is_of_the_data_of_a_pass():
+    found = []
+    for n_data in (None, 400):
+        evidence = EvidenceCallback(network(), points(), n_data=n_data, **OPTIONS)
+        found.append((evidence.step(0), evidence.margliks, evidence.prior_precision, evidence.weight_decay))
+    (value, margliks, precision, decay), given = found
+    assert given[:2] == (value, margliks) and torch.equal(given[2], precision)
+    assert given[3] == {name: pytest.approx(each / 10) for name, each in decay.items()}
 
 
 def test_parameters_without_a_precision_keep_their_decay():
@@ -309,10 +327,17 @@ def test_what_cannot_be_attached_is_refused():
         evidence.attach(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
     with pytest.raises(ValueError, match="group 0 of the Rprop has no weight_decay"):
         evidence.attach(torch.optim.Rprop(model.parameters()))
+    first, mixed = {"params": [model[0].weight]}, {"params": [model[0].bias, nn.Parameter(torch.ones(2))]}
+    optimizer = torch.optim.SGD([first, mixed], weight_decay=0.5)
+    with pytest.raises(ValueError, match="group 1 of the optimizer has parameters with a precision and others"):
+        evidence.attach(optimizer, weight_decay=False)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5], "a refused optimizer is changed"
     optimizer = torch.optim.AdamW(model.parameters())
     evidence.attach(optimizer)
     with pytest.raises(ValueError, match="is attached already"):
         evidence.attach(optimizer)
     model[0].weight = nn.Parameter(torch.zeros(5, 4).double())
-    with pytest.raises(ValueError, match=r"'0\.weight' was exchanged"):
+    with pytest.raises(ValueError, match=r"EvidenceCallback: .* '0\.weight' was exchanged"):
         evidence.step(0)
+    with pytest.raises(ValueError, match="EvidenceCallback: epoch must be at least 0"):
+        evidence.step(-1)

@@ -446,12 +446,12 @@ def _fold(
 ) -> tuple[KronLaplace, TensorLoader]:
     """The run's network trained on two thirds of the images, in a folder of its own, and a loader of the others."""
     order = stratified_order(dataset.train_labels, dataset.train_ids, config.data_seed, FOLDS_FOLDER)
-    order = order.to(dataset.train_images.device)
-    is_unseen = torch.arange(len(order), device=order.device) % PARTS == 0
-    seen, unseen, folder = order[~is_unseen], order[is_unseen], run_dir / FOLDS_FOLDER
+    count = -(-len(order) // PARTS)  # a beginning, for every third image of the order can be one class
+    unseen, seen = order.to(dataset.train_images.device).tensor_split([count])
+    folder = run_dir / FOLDS_FOLDER
     ranks.together(lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.is_first else None)
     kept = {f"train_{kind}": getattr(dataset, f"train_{kind}")[seen] for kind in ("images", "labels", "ids")}
-    part = dataclasses.replace(dataset, **kept, digest=f"{dataset.digest}, two thirds")
+    part = dataclasses.replace(dataset, **kept, digest=f"{dataset.digest}, the last two thirds")
     bare = _untrained(config, network, folder).to(dataset.train_images.device)
     model, name = averaged(config, bare), ", two thirds of the images"
     la, _, _, reason = _trained(config, part, folder, model, bare, progress, cuda_graph, ranks, None, name)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, SequentialSampler
 
 from ella_cuda.distributed import Ranks, Shard, require_whole
@@ -174,13 +175,18 @@ class EvidenceCallback:
         Args:
             optimizer: of torch, with ``weight_decay`` among its groups' settings unless that is False here. Load its state, and that of
                 its schedule, after this.
-            scheduler: the schedule of its learning rates, where there is one already.
+            scheduler: of ``torch.optim.lr_scheduler``, the schedule of its learning rates, where there is one already.
             weight_decay: False puts these parameters' decay to 0, and the prior's part is :meth:`penalised`'s.
 
         Raises:
+            TypeError: the optimizer is none of torch's.
             ValueError: a group has no ``weight_decay``; the optimizer, or a parameter, is attached already; the optimizer has none of the
-                model's parameters, or has a schedule that is not given.
+                model's parameters, or has a schedule that is not given; the schedule is another optimizer's, or none of torch's.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{OWNER}.attach: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
+            )
         number = {id(p): g for p, g in zip(self._prior.parameters, self._prior.numbers, strict=False)}
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in number]
         if not own:
@@ -383,7 +389,8 @@ def _require_subsets(loader: Any) -> None:
 
 def _split(optimizer: torch.optim.Optimizer, scheduler: Any, number: Mapping[int, int]) -> dict[int, int]:
     """Split groups, so that parameters of one have one number, by their ids, or none; returns the numbers by the groups' places. New groups
-    have the settings of those that they come from, and are last. ValueError where there is a schedule that is not given."""
+    have the settings of those that they come from, and are last. ValueError where there is a schedule that is not given, or one whose lists
+    are not known."""
     groups = optimizer.param_groups
     parts, named = [], []  # of each group, its parameters by their number, and their names
     for group in groups:
@@ -392,6 +399,11 @@ def _split(optimizer: torch.optim.Optimizer, scheduler: Any, number: Mapping[int
             by_number.setdefault(number.get(id(p)), []).append(p)
         names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
         named.append({key: [names[id(p)] for p in of] for key, of in by_number.items()} if names else {})
+    if scheduler is not None and not (isinstance(scheduler, LRScheduler) and scheduler.optimizer is optimizer):
+        raise ValueError(
+            f"{OWNER}.attach: scheduler must be one of torch.optim.lr_scheduler for this optimizer, got a {type(scheduler).__name__}; attach "
+            "before a schedule of another kind is made."
+        )
     if scheduler is None and any(len(of) > 1 and "initial_lr" in g for of, g in zip(parts, groups, strict=True)):
         raise ValueError(
             f"{OWNER}.attach: the optimizer has a schedule, whose lists are of its groups, which are to be split: pass it, "

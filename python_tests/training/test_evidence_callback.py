@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import types
 
 import pytest
 import torch
@@ -332,7 +333,13 @@ def test_what_cannot_be_attached_is_refused():
     with pytest.raises(ValueError, match="group 1 of the optimizer has parameters with a precision and others"):
         evidence.attach(optimizer, weight_decay=False)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5], "a refused optimizer is changed"
-    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got Sequential"):
+        evidence.attach(model)
+    optimizer, other = (torch.optim.AdamW(net.parameters()) for net in (model, network()))
+    of_another_kind = types.SimpleNamespace(optimizer=optimizer, base_values=[1e-3])  # as timm's
+    for scheduler in (lr_scheduler.StepLR(other, 2), of_another_kind):
+        with pytest.raises(ValueError, match=f"for this optimizer, got a {type(scheduler).__name__}; attach before"):
+            evidence.attach(optimizer, scheduler)
     evidence.attach(optimizer)
     with pytest.raises(ValueError, match="is attached already"):
         evidence.attach(optimizer)

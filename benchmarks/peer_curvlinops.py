@@ -67,9 +67,8 @@ class _Fit:
     def _pairs(self, key: str | None) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in self._data:
             x = x if key is None else x[key]
-            y = (
-                y.round() if isinstance(self._loss_func, nn.BCEWithLogitsLoss) else y
-            )  # soft labels, of the same Hessian
+            if isinstance(self._loss_func, nn.BCEWithLogitsLoss):
+                y = y.round()  # soft labels have the same Hessian
             yield x, y if len(y) == len(x) else y.unflatten(0, (len(x), -1))
 
     def _scale(self) -> float:

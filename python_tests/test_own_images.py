@@ -201,9 +201,8 @@ def test_large_networks_have_error_bars_of_the_last_layer_unless_told_otherwise(
         assert not chosen("shufflenet_v2_x0_5", error_bars="all") and chosen(
             "shufflenet_v2_x0_5", error_bars="last-layer"
         )
-    assert not by_last_layer(
-        configure("digits", "digit", "f_fc", "map"), nn.Linear(10**4, 10**3), 10
-    )  # the paper's networks
+    of_the_paper = configure("digits", "digit", "f_fc", "map")
+    assert not by_last_layer(of_the_paper, nn.Linear(10**4, 10**3), 10)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +293,8 @@ def test_a_networks_augmentation_is_learned_from_a_folder_and_shown(there, capsy
     (shown, *_), *_ = json.loads((folder / "samples.json").read_text())["images"]
     data = prepare_for(config)
     own = 255 * (data.test_images - data.black[:, None, None]) / (data.white - data.black)[:, None, None]
-    assert (
-        np.abs(own.movedim(1, -1).numpy() - np.array(shown)).max((1, 2, 3)).min() <= 0.51
-    )  # one of the images, in its colours
+    gaps = np.abs(own.movedim(1, -1).numpy() - np.array(shown)).max((1, 2, 3))
+    assert gaps.min() <= 0.51, "none of the images, in its colours"
     run = load_run(folder, model=config.model)
     kept = read_predictions(folder)
     found = run.predict([there / "photos" / name for name in kept["names"]])

@@ -549,9 +549,8 @@ def _differ(outputs: Tensor, tensors: Sequence[Tensor]) -> bool:
         gaps.append(_sizes(torch._foreach_sub([t[number] for t in together], apart)))
         sizes.append(_sizes(torch._foreach_mul(apart, [rounding_of(t) for t in apart])))
     gap, size = torch.stack(gaps).amax(0), torch.stack(sizes).amax(0)
-    return bool(
-        ((gap > size) & size.isfinite()).any()
-    )  # what is not finite is found in the factors; one wait for the device
+    # What is not finite is found in the factors. One wait for the device.
+    return bool(((gap > size) & size.isfinite()).any())
 
 
 def _sizes(tensors: Sequence[Tensor]) -> Tensor:

@@ -68,13 +68,8 @@ COMPARED = {  # of a row, beside what a page begins with: title, style
     "parameters": ("parameters", "{:,}"),
     "seconds": ("seconds", "{:,.0f}"),
 }
-BESIDE = (
-    "neg_log_marginal_likelihood",
-    "nll_leave_one_out",
-    "accuracy",
-    "seconds",
-    "parameters",
-)  # first of networks side by side
+# First of networks side by side.
+BESIDE = ("neg_log_marginal_likelihood", "nll_leave_one_out", "accuracy", "seconds", "parameters")
 STYLE = """
 :root{color-scheme:light}
 *{box-sizing:border-box}
@@ -185,9 +180,8 @@ def overview_page(rows: Sequence[Mapping[str, Any]], count: int, out_dir: Path) 
         about += f" Predictions are of {rows[0]['evaluated_size']:,} {WHERE[rows[0]['evaluated_on']]}."
     titles = {**_headline(), **COMPARED}
     evidence = [row["neg_log_marginal_likelihood"] for row in rows]
-    if (
-        len(rows) > 1 and None not in evidence and all("nll_leave_one_out" in row for row in rows)
-    ):  # of one's own images
+    of_own_images = all("nll_leave_one_out" in row for row in rows)
+    if len(rows) > 1 and None not in evidence and of_own_images:
         titles = {key: titles[key] for key in dict.fromkeys((*BESIDE, *titles))}
         rows = sorted(rows, key=lambda row: row["neg_log_marginal_likelihood"])
         about += " The best by the evidence, the least -log q/N, comes first."

@@ -197,6 +197,12 @@ class Neyshabur(nn.Module):
         return self.head(self.pool(x).flatten(1))
 
 
+def require_image_size(size: int) -> None:
+    """ValueError for height and width that :func:`neyshabur` does not take."""
+    if size % 32:
+        raise ValueError(f"image_size must be a multiple of 32 (the network halves it five times), got {size}.")
+
+
 def neyshabur(
     layer: str = "f_fc+conv",
     in_channels: int = 3,
@@ -250,8 +256,7 @@ def neyshabur(
     sizes = {"in_channels": in_channels, "num_classes": num_classes, "width": width, "image_size": image_size}
     for name, value in sizes.items():
         as_count(name, value)
-    if image_size % 32:
-        raise ValueError(f"image_size must be a multiple of 32 (the network halves it five times), got {image_size}.")
+    require_image_size(image_size)
     as_frames(frames)
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}.")

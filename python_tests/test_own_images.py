@@ -98,7 +98,7 @@ def test_from_a_folder_of_images_to_a_table_of_answers(there, capsys):
     own = ["--model", "own_networks:small"]
     assert cli.main(["evaluate", "run", "new", "--ood", "photos", *own, "--wrong-labels", "2"]) == 0
     said = capsys.readouterr().out
-    for title in ("accuracy, %", "ECE", "AURC", "FPR at 95 %, entropy", "least sure images", "labels are likely wrong"):
+    for title in ("accuracy, %", "ECE", "AURC", "FPR at 95 %, entropy", "least sure images", "wrong ones come first"):
         assert title in said
     assert cli.main(["predict", "run", "new", "broken/x.png", "--csv", "out.csv", "--skip-unreadable", *own]) == 0
     with open("out.csv", encoding="utf-8", newline="") as file:
@@ -264,7 +264,9 @@ def test_files_of_a_folder_that_are_no_images_by_their_names_are_counted(tmp_pat
         (tmp_path / name).touch()
     found = image_files([tmp_path, tmp_path / "b.gif"])
     assert [Path(name).name for name in found.names] == ["a.png", "b.gif"]
-    assert found.notes == ["not read: files that are no images by their names (2 .gif, 1 .txt)"]
+    assert found.notes == [
+        "not read: 2 .gif, 1 .txt: images are .jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp"
+    ]
 
 
 def test_a_networks_augmentation_is_learned_from_a_folder_and_shown(there, capsys):
@@ -584,9 +586,18 @@ def test_names_of_runs_are_one_part_of_a_path():
         (["train", "--skip-unreadable"], 2, "--unreadable: of images of one's own"),
         (["train", "--weights", "w.pt"], 2, "--weights: of networks"),
         (["train", "broken"], 1, "1 images and no folders"),
-        (["train", "photos", "--model", "resnet81"], 1, "did you mean resnet18"),
+        (["train", "broken", "--model", "resnet81"], 2, "did you mean resnet18"),  # before images are read
+        (["train", "broken", "--model", "timm:resnet81"], 2, "timm"),
         (["train", "photos", "--model", "alexnet", "--image-size", "8"], 1, "does not take images"),
-        (["train", "photos", "--weights", "w.pt"], 1, "w.pt do not exist"),
+        (["train", "broken", "--weights", "w.pt"], 2, "w.pt do not exist"),
+        (["train", "broken", "--out", "run"], 2, "holds runs already"),
+        (["train", "photos", "--out", "photos/../photos/runs"], 2, "would be among the images of"),
+        (
+            ["compare", "photos", "--model", "alexnet", "vgg11", "--out", "photos"],
+            2,
+            "name a folder elsewhere by --out",
+        ),
+        (["train", "photos", "--layer", "conv", "--image-size", "16"], 2, "multiple of 32"),
         (["train", "--resume", "run"], 2, "name them by --model own_networks:small"),
         (["compare", "photos", *MODEL], 2, "two networks at least"),
         (["predict", "run", "new"], 1, "whose code is run"),

@@ -84,8 +84,11 @@ def _show_wrong_labels(args: argparse.Namespace, run: Any) -> None:
     try:
         suspects = run.wrong_labels(args.wrong_labels, data_dir=args.data_dir, progress=interactive())
     except (FileNotFoundError, ValueError, MemoryError) as error:
-        print(f"\nno likely wrong labels: {error}")
+        print(f"\nno labels that all others expect least: {error}")
         return
     head = ["file", "label", "probability of label by all others"]
     lines = [[name, label, f"{probability:.6f}"] for name, label, probability in suspects]
-    print("\ntraining images whose labels are likely wrong\n" + columns([head, *lines], left=2))
+    print(
+        "\ntraining images whose labels all others expect least: wrong ones come first\n"
+        + columns([head, *lines], left=2)
+    )

@@ -51,6 +51,8 @@ PER_SESSION = tuple(
     ]
 )
 
+RUNS = Path("runs")  # the folder of results that --out does not name
+
 
 class DataSets:
     """The values of ``--data``: names, and paths that are there."""
@@ -388,6 +390,20 @@ def shared_folder(args: argparse.Namespace, configs: Sequence[RunConfig], name: 
     return Path(ranks.exchange(found)[0])
 
 
+def require_new(args: argparse.Namespace, images: str | None = None) -> None:
+    """UsageError where --out holds runs already or is a file, or results would be in a folder of ``images``, whose pictures the next
+    training would take for theirs."""
+    path = RUNS if args.out is None else Path(args.out)
+    if args.out is not None and (path / experiments.CONFIG_FILE).exists():
+        raise UsageError(
+            f"--out {path} holds runs already; go on with them by --resume {path}, or name another folder."
+        )
+    if args.out is not None and path.exists() and not path.is_dir():
+        raise UsageError(f"--out {path} is a file; name a folder.")
+    if images is not None and path.resolve().is_relative_to(Path(images).resolve()):
+        raise UsageError(f"results in {path} would be among the images of {images}; name a folder elsewhere by --out.")
+
+
 def folder_for(args: argparse.Namespace, name: str, require: Callable[[], None]) -> Path:
     """The folder that the options name, or the next free one of today of that name, which is made here: no other process takes it too.
 
@@ -401,17 +417,11 @@ def folder_for(args: argparse.Namespace, name: str, require: Callable[[], None])
     """
     if args.resume is not None:
         return Path(args.resume)
+    require_new(args)
     if args.out is not None:
-        path = Path(args.out)
-        if (path / experiments.CONFIG_FILE).exists():
-            raise UsageError(
-                f"--out {path} holds runs already; go on with them by --resume {path}, or name another folder."
-            )
-        if path.exists() and not path.is_dir():
-            raise UsageError(f"--out {path} is a file; name a folder.")
-        return path
+        return Path(args.out)
     require()
-    stem = Path("runs") / f"{name}-{datetime.date.today().isoformat()}"
+    stem = RUNS / f"{name}-{datetime.date.today().isoformat()}"
     try:
         stem.parent.mkdir(exist_ok=True)
         for n in itertools.count(1):

@@ -25,6 +25,7 @@ from ella_cuda.cli.grid import (
     given_options,
     grid_options,
     processes,
+    require_new,
     resumed,
     say_written,
     shared_folder,
@@ -34,6 +35,7 @@ from ella_cuda.cli.grid import (
 from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe, require_data
 from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import FOLDER, ROTATED, as_data, can_learn, data_title, recipe_of
+from ella_cuda.experiments.networks import require_named
 from ella_cuda.files import write_file
 from ella_cuda.reports import layer_table
 from ella_cuda.reports.results import learned, run_tables
@@ -112,7 +114,16 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def say_data(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
-    """Print what is to be known of images of one's own before training, and raise what runs on them would raise."""
+    """Print what is to be known of images of one's own before training, and raise what runs on them would raise, what takes no reading
+    of them first."""
+    try:
+        for config in configs:
+            require_named(config)
+    except (ValueError, FileNotFoundError) as error:
+        raise UsageError(str(error)) from error
+    data = configs[0].data
+    if args.resume is None:
+        require_new(args, data if recipe_of(data) == FOLDER and Path(data).is_dir() else None)
     found = None
     for config in {c.model: c for c in configs}.values():
         if recipe_of(config.data) == FOLDER:

@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import bits
 from ella_cuda.files import no_file
+from ella_cuda.progress import bar_size
 
 IMAGE_SIZE = 64  # pixels
 SPLIT = 0.2  # share of each class to evaluate on
@@ -237,7 +239,7 @@ def _of_folder(path: Path) -> Labelled:
 def _others(counts: Counter[str]) -> list[str]:
     """A note of files by their endings that are not read, where there are any."""
     what = ", ".join(f"{count} {ending}" for ending, count in counts.most_common(SHOWN))
-    return [f"not read: files that are no images by their names ({what})"] if what else []
+    return [f"not read: {what}: images are {', '.join(_endings())}"] if what else []
 
 
 def _endings() -> tuple[str, ...]:
@@ -425,7 +427,8 @@ def read_images(
     """
     images: list[np.ndarray] = []
     kept, failures, sizes = [], [], set()
-    for i, source in enumerate(found.sources):
+    reading = tqdm(found.sources, desc="reading images", unit="image", disable=None, delay=1, leave=False, **bar_size())
+    for i, source in enumerate(reading):
         try:
             image, shape = read_image(source, size)
         except ValueError as error:
@@ -445,7 +448,7 @@ def read_images(
     if channels is None:
         channels = 1 if grey == len(images) else 3
         if 0 < grey < len(images):
-            found.notes.append(f"{grey} grey images are read as RGB, as the {len(images) - grey} others are in colour")
+            found.notes.append(f"{grey} of {len(images)} images are grey, and read as RGB, as the others are")
     low, high = min(sizes), max(sizes)
     sides = f"{low[0]} x {low[1]}" if low == high else f"{low[0]} x {low[1]} to {high[0]} x {high[1]}"
     found.notes.append(f"{'grey' if channels == 1 else 'RGB'} images of {sides} pixels, stretched to {size} x {size}")
@@ -491,12 +494,19 @@ def read_image(source: Source, size: int) -> tuple[np.ndarray, tuple[int, int]]:
         image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
         return np.array(image.resize((size, size), Image.Resampling.BILINEAR)), shape
     except Exception as error:  # decoders fail in whatever way a damaged file leads to
-        text = (
-            " ".join(str(error).replace(repr(os.fspath(source)), "it").split())
-            if not isinstance(source, np.ndarray)
-            else str(error)
-        )
-        raise ValueError(text or type(error).__name__) from error
+        raise ValueError(_reason(error, source)) from error
+
+
+def _reason(error: Exception, source: Source) -> str:
+    """Why an image cannot be read, in words without its name."""
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, FileNotFoundError):
+        return "it does not exist"
+    if isinstance(error, UnidentifiedImageError):
+        return "it is no image, or of a format that PIL does not read here"
+    name = "" if isinstance(source, np.ndarray) else repr(os.fspath(source))
+    return " ".join(str(error).replace(name, "it").split() if name else str(error).split()) or type(error).__name__
 
 
 def _split(labels: Tensor, share: float, seed: int) -> Tensor:
@@ -538,7 +548,9 @@ def _survey(
             lines.append(f"warning: the same pixels {what}, {len(bad)} times, such as {which}")
     own = [(same, {(labels[i].item(), is_test[i].item()) for i in same}) for same in several]
     if copies := sum(len(same) - len(kinds) for same, kinds in own):
-        lines.append(f"warning: {copies} images have the pixels of another one of their class, and count as more data")
+        lines.append(
+            f"warning: {copies} of {len(labels)} images have the pixels of another one of their class, and count as more data"
+        )
     return lines
 
 

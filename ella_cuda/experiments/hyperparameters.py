@@ -18,7 +18,7 @@ from ella_cuda.groups import GROUPS
 from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.prior_structure import STRUCTURES
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
-from ella_cuda.models import GROUP_PATH, INITS, PATHS
+from ella_cuda.models import GROUP_PATH, INITS, PATHS, require_image_size
 from ella_cuda.nn.group_conv import VARIANTS
 from ella_cuda.nn.group_layers import FRAMES
 from ella_cuda.ops.basis import BASIS_KINDS, LARGEST_INVERSE_LENGTHSCALE
@@ -445,6 +445,8 @@ class RunConfig(
             raise ValueError(
                 f"one of layer and model must name the network, got layer={self.layer!r} and model={self.model!r}."
             )
+        if self.layer:
+            require_image_size(self.image_size)
         if self.weights and not self.model:
             raise ValueError(f"weights must be of a network of model, got {self.weights!r} and layer={self.layer!r}.")
         if TASKS[self.task].positional and self.augment != "none":

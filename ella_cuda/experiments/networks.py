@@ -48,21 +48,56 @@ def _with_group_norms(network: nn.Module) -> nn.Module:
     return network
 
 
+def require_named(config: RunConfig) -> None:
+    """Raise, in no time, where torchvision or timm has no network of the run's name, or the file of its weights is not there.
+
+    Raises:
+        ValueError, FileNotFoundError: as :func:`require_network`.
+    """
+    if config.model and not runs_code(config.model):
+        _require_known(config.model)
+    if config.weights:
+        _require_file(config.weights)
+
+
+def _require_file(weights: str) -> None:
+    if not os.path.exists(weights):
+        raise FileNotFoundError(f"weights {weights} do not exist; name a file of torch.save or safetensors.")
+
+
+def _require_known(name: str) -> None:
+    if not name.startswith(TIMM):
+        from torchvision import models
+
+        known = models.list_models(module=models)
+        wrong = f"model must be a network of torchvision ({', '.join(known[:3])}, ...), {TIMM}NAME of timm or module:function, got {name!r}"
+    else:
+        try:
+            import timm
+        except ImportError as error:
+            raise ValueError(f"model {name} needs the package timm, which cannot be imported ({error}).") from error
+        if timm.is_model(name.removeprefix(TIMM)):
+            return
+        known = [TIMM + each for each in timm.list_models()]
+        wrong = f"model: timm has no network {name.removeprefix(TIMM)!r}"
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise ValueError(wrong + (f"; did you mean {near[0]}?" if near else "."))
+
+
 def _named(name: str, in_channels: int, num_classes: int) -> nn.Module:
-    if name.startswith(TIMM):
-        return _of_timm(name.removeprefix(TIMM), in_channels, num_classes)
-    if ":" in name:
+    if runs_code(name):
         return _of_function(name, in_channels, num_classes)
+    _require_known(name)
+    if name.startswith(TIMM):
+        import timm
+
+        return timm.create_model(
+            name.removeprefix(TIMM), pretrained=False, num_classes=num_classes, in_chans=in_channels
+        )
     from torchvision import models
 
-    known = models.list_models(module=models)
-    if name in known:
-        return _taking(models.get_model(name, weights=None, num_classes=num_classes), in_channels)
-    near = difflib.get_close_matches(name, known, n=1)
-    raise ValueError(
-        f"model must be a network of torchvision ({', '.join(known[:3])}, ...), {TIMM}NAME of timm or module:function, got {name!r}"
-        + (f"; did you mean {near[0]}?" if near else ".")
-    )
+    return _taking(models.get_model(name, weights=None, num_classes=num_classes), in_channels)
 
 
 def _taking(network: nn.Module, in_channels: int) -> nn.Module:
@@ -85,17 +120,6 @@ def _taking(network: nn.Module, in_channels: int) -> nn.Module:
     parent, _, last = name.rpartition(".")
     setattr(network.get_submodule(parent), last, fewer)
     return network
-
-
-def _of_timm(name: str, in_channels: int, num_classes: int) -> nn.Module:
-    try:
-        import timm
-    except ImportError as error:
-        raise ValueError(f"model {TIMM}{name} needs the package timm, which cannot be imported ({error}).") from error
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=1)
-        raise ValueError(f"model: timm has no network {name!r}" + (f"; did you mean {TIMM}{near[0]}?" if near else "."))
-    return timm.create_model(name, pretrained=False, num_classes=num_classes, in_chans=in_channels)
 
 
 def _of_function(name: str, in_channels: int, num_classes: int) -> nn.Module:
@@ -195,8 +219,7 @@ def load_weights(network: nn.Module, path: str, num_classes: int) -> None:
 
 
 def _tensors_of(path: str) -> dict[str, Tensor]:
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"weights {path} do not exist; name a file of torch.save or safetensors.")
+    _require_file(path)
     try:
         if what := no_file(path):
             raise ValueError(f"it is {what}")

@@ -39,7 +39,7 @@ NESTED = (
     "error_bars",
     DIGEST,
 )  # of a row
-WHERE = {"test": "test images", "holdout": "held-out training images", "train": "the training images themselves"}
+WHERE = {"test": "test images", "holdout": "held-out training images", "train": "training images"}
 
 
 def results_table(rows: Rows) -> str:

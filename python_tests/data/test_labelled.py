@@ -100,7 +100,7 @@ def test_pixels_of_16_bits_palettes_transparency_and_turned_files(tmp_path):
     found = data.folder(tmp_path, 4, split=0)
     (x,) = found.train_images[[name.endswith("turned.png") for name in found.names]]
     assert found.channels == 3 and x[:, :, -1].min() == 1 and x[:, :, 0].max() == 0
-    assert any("grey images are read as RGB" in note for note in found.notes)
+    assert any("4 of 5 images are grey, and read as RGB" in note for note in found.notes)
 
 
 def arrays(path, **named):
@@ -178,11 +178,14 @@ HOSTILE = {  # a folder or file, and words of the error
         lambda p: arrays(p, images=np.zeros((1001, 1, 1), np.uint8), labels=np.arange(1001)),
         "at most 1000 classes",
     ),
-    "a text file called .jpg": (lambda p: with_file(p, "a/x.jpg"), "1 of 11 images cannot be read: a/x.jpg"),
+    "a text file called .jpg": (
+        lambda p: with_file(p, "a/x.jpg"),
+        "1 of 11 images cannot be read: a/x.jpg (it is no image, or of a format",
+    ),
     "an empty image": (lambda p: with_file(p, "b/x.png", b""), "b/x.png"),
     "a truncated image": (truncated, "cut.jpg"),
     "a pipe": (piped, "a pipe or device"),
-    "a dangling link": (dangling, "gone.png"),
+    "a dangling link": (dangling, "gone.png (it does not exist)"),
     "pixels of no known scale": (
         lambda p: Image.fromarray(np.ones((5, 5), np.float32)).save(folders(p) / "a" / "x.tif") or p,
         "a/x.tif (its pixels have 32 bits",
@@ -285,7 +288,7 @@ def test_what_is_said_before_training(tmp_path):
         "26 images of 3 classes: 26 to train on ('a' 13, 'b' 12, 'single' 1), 0 to evaluate on",
         "1 .txt",
         "not read: gone, loose.png beside the folders",
-        "warning: 1 images have the pixels of another one of their class",
+        "warning: 1 of 26 images have the pixels of another one of their class",
         "RGB images of 9 x 7 pixels, stretched to 8 x 8",
         "warning: one training image only: single",
         "warning: the classes are unequal: 'a' has 13 training images, 'single' 1",

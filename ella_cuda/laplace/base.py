@@ -1050,8 +1050,9 @@ class BaseLaplace(Predictive):
                 least.
             tolerance: nats per data point, positive.
             progress_bar: show one.
-            folds: in place of ``loader`` and ``tolerance``: approximations of the same kind of network, each fitted to a part of the data
-                that the network was trained on, with a loader of the other part, of which the first 10,000 are used, of large networks fewer.
+            folds: approximations of the same kind of network, each fitted to a part of the data that the network was trained on, with a
+                loader of the other part, of which the first 10,000 are used, of large networks fewer. ``loader`` and ``tolerance`` are
+                used where the folds are not asked.
 
         Returns:
             ``predictive_prior_precision``: one value per parameter tensor. Call again after another ``sigma_noise`` or ``temperature``.
@@ -1070,7 +1071,7 @@ class BaseLaplace(Predictive):
             self.predictive_prior_precision = calibrate(self, loader, tolerance, progress_bar)
             return self.predictive_prior_precision
         if loader is not None:
-            raise ValueError("calibrate: folds have loaders of their own; pass loader or folds, not both.")
+            require_loader(loader, "calibrate: loader")
         if not folds:
             raise ValueError("calibrate: folds must be pairs of an approximation and a loader, got none.")
         for number, (other, held_out) in enumerate(folds):
@@ -1087,7 +1088,7 @@ class BaseLaplace(Predictive):
                 "so that data points are left out instead; train them longer, or on larger parts of the data.",
                 stacklevel=2,
             )
-            return self.calibrate(progress_bar=progress_bar)
+            return self.calibrate(loader, tolerance, progress_bar)
         self.predictive_prior_precision = calibrate_by_folds(self, folds, progress_bar)
         return self.predictive_prior_precision
 

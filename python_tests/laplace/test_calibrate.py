@@ -148,6 +148,13 @@ def test_folds_that_have_learned_less_are_not_asked(scale: float) -> None:
             found = la.calibrate(folds=folds)
         assert any("learned their own data far less" in str(w.message) for w in said) == (factor < 1)
         assert factor > 1 or torch.equal(found, alone)
+    again = KronLaplace(la.model)
+    again.load_state_dict(la.state_dict())  # knows no loader
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="pass loader"):
+            again.calibrate(folds=folds)
+        assert torch.equal(again.calibrate([(x, y)], folds=folds), alone)
 
 
 def test_large_networks_are_calibrated_by_fewer_points(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +187,8 @@ def test_folds_of_something_else_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             la.calibrate(folds=folds)
-    with pytest.raises(ValueError, match="not both"):
-        la.calibrate(loader, folds=[(la, loader)])
+    with pytest.raises(TypeError, match="calibrate: loader"):
+        la.calibrate(3, folds=[(la, loader)])
     assert la.predictive_prior_precision is None
 
 

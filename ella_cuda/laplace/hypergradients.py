@@ -68,7 +68,7 @@ from ella_cuda.laplace.layer_pass import GraphPass
 from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.laplace.parameters import Value, check_choice
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.posterior import Eigenbasis, eigenbases_of
+from ella_cuda.laplace.posterior import Eigenbasis
 from ella_cuda.laplace.recorded_batches import Kind, Name, RecordedPasses, apart, tensors_of_model
 from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.second_moment import SecondMoment
@@ -343,8 +343,7 @@ class _Passes:
 
     def _allocate(self) -> None:
         """Give the rules factors of cotangents, each parameter its own."""
-        bases, scale = eigenbases_of(self.la), data_weight(self.la)
-        precisions = dict(zip(self.la.parameter_names, self.la.prior_precision.detach().unbind(), strict=True))
+        posterior, scale = self.la.posterior_precision, data_weight(self.la)
         for rule in self.rules:
             shapes = rule.shapes()
             rule.factors = {}
@@ -354,7 +353,7 @@ class _Passes:
                     rule.factors[name] = owner.factors[its_name]
                     continue
                 full, shape, like = rule.full_name(name), shapes[name], rule.module.get_parameter(name)
-                root_in, root_out = cotangents(bases[full], precisions[full], scale)
+                root_in, root_out = cotangents(posterior.bases[full], posterior.prior[full], scale)
                 outputs = Cotangent(root_out, like, full, shape.output_basis)
                 inputs = None
                 if not shape.constant_input:

@@ -57,6 +57,7 @@ from ella_cuda.laplace.distributed_fit import agree_on_gradient, plan_of
 from ella_cuda.laplace.evidence import (
     DataFitGradient,
     data_weight,
+    is_finer,
     require_likelihood_of_fit,
     resolved,
     square_distances,
@@ -764,6 +765,11 @@ def exact_log_marginal_likelihood(
             "ella_cuda.laplace.evidence_gradient for gradients in its amounts."
         )
     precision, sigma = (value.to(device) for value in resolved(la, prior_precision, sigma_noise))
+    if is_finer(la, precision):
+        raise ValueError(
+            "exact_log_marginal_likelihood: prior_precision must be a number or one per parameter tensor, got one per output unit; "
+            "evidence_gradient takes those."
+        )
     rules = la.fitted_model.present_rules()
     for rule in rules:
         if not rule.sees_calls():

@@ -11,9 +11,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ella_cuda import marglik_training
-from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, NTKLaplace
+from ella_cuda.laplace import (
+    DiagLaplace,
+    FullLaplace,
+    KronLaplace,
+    NTKLaplace,
+    evidence_gradient,
+    exact_log_marginal_likelihood,
+)
 from ella_cuda.laplace.evidence import evidence_bound, sharing_prior
-from ella_cuda.nn import FactoredLinear2d
+from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
 from ella_cuda.training import EvidenceCallback, MarglikTrainer
 
 
@@ -368,3 +375,44 @@ def test_a_part_of_the_data_bears_its_share_of_the_units_prior():
     torch.testing.assert_close(share * 2, evidence_bound(la, 12))
     halved = la.log_marginal_likelihood() + 0.25 * la.scatter
     torch.testing.assert_close(share, halved)
+
+
+class Sloped(nn.Module):
+    """A factored and a linear layer, with a slope inside that the evidence may learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = FactoredLinear2d(1, 2, 3, 3), nn.Linear(18, 2)
+        self.register_buffer("slope", torch.tensor(0.8, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.last((self.slope * self.first(self.slope * x)).tanh().flatten(1))
+
+
+def test_gradients_inside_the_network_are_those_of_fits_at_other_values():
+    model, x, y = initialised(Sloped()), drawn(5, 1, 3, 3), torch.arange(5) % 2
+    la = with_units(KronLaplace(model).fit([(x, y)]))
+    found = evidence_gradient(la, [(x, y)], ["slope"])["slope"]
+    values = []
+    for step in (1e-5, -1e-5):
+        model.slope.fill_(0.8 + step)
+        values.append(KronLaplace(model, prior_precision=la.prior_precision).fit([(x, y)]).log_marginal_likelihood())
+    torch.testing.assert_close(found, (values[0] - values[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+    with pytest.raises(ValueError, match="got one per output unit; evidence_gradient takes those"):
+        exact_log_marginal_likelihood(la, x, y)
+
+
+def test_lengthscales_are_differentiated_with_the_factors_held():
+    torch.manual_seed(0)
+    model = nn.Sequential(SparseFactoredLinear2d(1, 2, 4, 4), nn.Tanh(), nn.Flatten(), nn.Linear(32, 2)).double()
+    basis = next(m for m in model.modules() if hasattr(m, "inverse_lengthscale"))
+    basis.inverse_lengthscale.requires_grad_()
+    x, y = drawn(5, 1, 4, 4), torch.arange(5) % 2
+    la = KronLaplace(model).fit([(x, y)])
+    layerwise = torch.linspace(0.2, 3, len(la.parameter_names), dtype=torch.float64)
+    units = layerwise.repeat_interleave(torch.tensor([len(p) for p in la.unit_precisions.values()]))
+    slopes = [
+        torch.autograd.grad(la.log_marginal_likelihood(at), basis.inverse_lengthscale)[0] for at in (layerwise, units)
+    ]
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-6, atol=1e-9)
+    assert slopes[0].abs() > 1e-4

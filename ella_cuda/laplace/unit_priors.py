@@ -10,7 +10,7 @@ so that eigenvalues :math:`\lambda_k \mu_m` give the log determinant, and the po
 :math:`U \otimes D^{-1/2} W`, which are not orthogonal, under a prior of precision 1. The data determine
 :math:`\gamma_j = \sum_m W_{jm}^2 \sum_k s \lambda_k \mu_m / (s \lambda_k \mu_m + 1)` elements of unit j.
 
-Source: Dhahri et al., "Shaving weights with Occam's razor", NeurIPS 2024 (priors of rows); MacKay, "Bayesian interpolation", 1992.
+Source: Dhahri et al., "Shaving weights with Occam's razor", NeurIPS 2024 (unit-wise priors); MacKay, "Bayesian interpolation", 1992.
 """
 
 from __future__ import annotations

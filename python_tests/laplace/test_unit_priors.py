@@ -11,15 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ella_cuda import marglik_training
-from ella_cuda.laplace import (
-    DiagLaplace,
-    FullLaplace,
-    KronLaplace,
-    NTKLaplace,
-    evidence_gradient,
-    exact_log_marginal_likelihood,
-)
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, NTKLaplace
 from ella_cuda.laplace.evidence import evidence_bound, sharing_prior
+from ella_cuda.laplace.hypergradients import evidence_gradient, exact_log_marginal_likelihood
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
 from ella_cuda.training import EvidenceCallback, MarglikTrainer
 
@@ -35,17 +29,6 @@ def initialised(model, seed=1):
     return model
 
 
-class Lookup(nn.Module):
-    """An embedding's mean, and a linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.last = nn.Embedding(5, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.last(self.table(x).mean(1).tanh())
-
-
 class Tied(nn.Module):
     """A layer that is called twice, and one that uses its weight."""
 
@@ -58,25 +41,18 @@ class Tied(nn.Module):
         return self.last(self.first(self.first(x).tanh()).tanh())
 
 
+def net(first, size, **options):
+    return nn.Sequential(first, nn.Tanh(), nn.Flatten(), nn.Linear(size, 2, **options))
+
+
+IMAGES = drawn(5, 2, 4, 4)
 CASES = {
-    "linear": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), drawn(6, 3)),
-    "convolution": (
-        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2, bias=False)),
-        drawn(5, 2, 4, 4),
-    ),
-    "group convolution": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2)),
-        drawn(5, 2, 4, 4),
-    ),
-    "transposed": (
-        lambda: nn.Sequential(nn.ConvTranspose2d(4, 6, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(54, 2)),
-        drawn(4, 4, 2, 2),
-    ),
-    "factored": (
-        lambda: nn.Sequential(FactoredLinear2d(2, 3, 4, 4), nn.Tanh(), nn.Flatten(), nn.Linear(48, 2)),
-        drawn(4, 2, 4, 4),
-    ),
-    "embedding": (Lookup, torch.tensor([[0, 1, 1], [2, 3, 0], [3, 3, 4], [1, 0, 2]])),
+    "linear": (lambda: net(nn.Linear(3, 4), 4), drawn(6, 3)),
+    "convolution": (lambda: net(nn.Conv2d(2, 3, 3), 12, bias=False), IMAGES),
+    "group convolution": (lambda: net(nn.Conv2d(2, 4, 3, groups=2), 16), IMAGES),
+    "transposed": (lambda: net(nn.ConvTranspose2d(4, 6, 2, groups=2), 54), drawn(4, 4, 2, 2)),
+    "factored": (lambda: net(FactoredLinear2d(2, 3, 4, 4), 48), IMAGES),
+    "embedding": (lambda: net(nn.Embedding(5, 3), 9), torch.tensor([[0, 1, 1], [2, 3, 0], [3, 3, 4], [1, 0, 2]])),
     "tied": (Tied, drawn(4, 3)),
 }
 
@@ -130,6 +106,13 @@ def dense(la):
     return torch.block_diag(*blocks), la.prior_precision[units_of(la)]
 
 
+def jacobian_of(model, x):
+    """``(N, K, P)``."""
+    parameters = dict(model.named_parameters())
+    parts = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, x))(parameters).values()
+    return [part.flatten(2) for part in parts]
+
+
 def theta_of(la):
     return torch.cat([p.detach().flatten() for p in la.model.parameters()])
 
@@ -174,9 +157,7 @@ def test_predictions_samples_and_densities_are_those_of_the_dense_covariance(nam
     with pytest.raises(ValueError, match=r"exponent must be 1 or -1 .* sample\(\) has a root"):
         posterior.bmm(theta_of(la), -0.5)
 
-    parameters = dict(la.model.named_parameters())
-    jacobians = torch.func.jacrev(lambda p: torch.func.functional_call(la.model, p, x))(parameters)
-    rows = torch.cat([j.flatten(2) for j in jacobians.values()], 2)
+    rows = torch.cat(jacobian_of(la.model, x), 2)
     variance = rows @ covariance @ rows.mT
     torch.testing.assert_close(la.functional_variance(x), variance)
     torch.testing.assert_close(la.functional_covariance(x), rows.flatten(0, 1) @ covariance @ rows.flatten(0, 1).mT)
@@ -202,10 +183,8 @@ def test_the_exact_ggn_of_one_data_point():
     make, x = CASES["linear"]
     model = initialised(make())
     la = with_units(KronLaplace(model, "regression").fit([(x[:1], drawn(1, 2))]))
-    parameters = dict(model.named_parameters())
-    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, x[:1])[0])(parameters)
-    rows = [j.flatten(1) for j in jacobian.values()]
-    expected = evidence(la, torch.block_diag(*[j.mT @ j for j in rows]), la.prior_precision[units_of(la)])
+    curvature = torch.block_diag(*[j[0].mT @ j[0] for j in jacobian_of(model, x[:1])])
+    expected = evidence(la, curvature, la.prior_precision[units_of(la)])
     torch.testing.assert_close(la.log_marginal_likelihood(), expected)
 
 
@@ -224,9 +203,7 @@ def test_both_ways_to_the_precisions_end_where_the_gradient_is_zero(name):
     assert gradient[inside].abs().max() < 1e-5 and inside.sum() >= 3
     gamma = torch.cat([*la.effective_parameters(per_unit=True).values()])
     torch.testing.assert_close((gamma / la._norms_of_finer())[inside], found[inside], rtol=1e-4, atol=0)
-    la.optimize_prior_precision(
-        method="marglik", prior_structure="unit", n_steps=2000, lr=0.05, init_prior_prec=with_layers
-    )
+    la.optimize_prior_precision(prior_structure="unit", n_steps=2000, lr=0.05, init_prior_prec=with_layers)
     torch.testing.assert_close(la.log_marginal_likelihood(), value, rtol=1e-3, atol=0)
 
 
@@ -234,13 +211,14 @@ def test_units_that_do_nothing_are_switched_off():
     model = initialised(nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)))
     x = drawn(40, 3)
     model[0].bias.data[4:] = -100.0  # never active
+    model[0].weight.data[3], model[0].bias.data[3] = 1e-6, 1.0
     y = (x[:, 0] * x[:, 1] > 0).long()
     la = KronLaplace(model).fit([(x, y)])
     la.optimize_prior_precision(method="mackay", prior_structure="unit", n_steps=500)
     gamma, delta = la.effective_parameters(per_unit=True)["0.weight"], la.unit_precisions["0.weight"]
-    assert gamma[4:].max() < 1e-6 and gamma[:4].sum() > 1
+    assert gamma[3:].max() < 1e-3 and gamma[:3].sum() > 1
+    assert delta[3] > 1e4 > 100 * delta[gamma > 0.1].max()
     assert torch.equal(torch.cat([*la.unit_precisions.values()]), la.prior_precision)
-    assert delta.isfinite().all()
 
 
 def test_calibration_shares_one_basis_and_scales_the_precisions():
@@ -255,14 +233,9 @@ def test_calibration_shares_one_basis_and_scales_the_precisions():
     probabilities = la.model(x).detach().softmax(1)
     hessians = torch.diag_embed(probabilities) - probabilities[:, :, None] * probabilities[:, None]
     leverage = la.leave_one_out([(x, y)]).total_leverage
-    rows = torch.func.jacrev(lambda p: torch.func.functional_call(la.model, p, x))(dict(la.model.named_parameters()))
-    rows = torch.cat([j.flatten(2) for j in rows.values()], 2)
+    rows = torch.cat(jacobian_of(la.model, x), 2)
     covariance = torch.linalg.inv(dense(la)[0] + la.prior_precision_diag.diag())
     torch.testing.assert_close(leverage, (rows @ covariance @ rows.mT @ hessians).diagonal(dim1=1, dim2=2).sum())
-    whole = la.prior_precision.clone()
-    la.optimize_prior_precision(method="loo", prior_structure="layerwise", grid_size=3)
-    ratio = la.prior_precision / whole
-    assert (ratio / ratio[0] - 1).abs().max() < 1e-12 and ratio[0] != 1
 
 
 @pytest.mark.parametrize("name", ["convolution", "factored"])
@@ -311,12 +284,9 @@ def small(seed=5):
 
 
 def penalty_of(model, precisions, n):
-    """The prior's part of the objective by rows, and its gradient."""
-    parts = [
-        0.5 * (precisions[m] * p.flatten(1).square().sum(1)).sum() for m, p in model.named_parameters() if p.dim() > 1
-    ]
-    parts += [0.5 * (precisions[m] * p.square().sum()).sum() for m, p in model.named_parameters() if p.dim() == 1]
-    return sum(parts) / n
+    """The prior's part of the objective by rows."""
+    parts = ((precisions[m], p if p.dim() > 1 else p[None]) for m, p in model.named_parameters())
+    return sum(0.5 * (own * p.flatten(1).square().sum(1)).sum() for own, p in parts) / n
 
 
 @pytest.mark.parametrize("hyper", ["adam", "mackay"])
@@ -377,42 +347,25 @@ def test_a_part_of_the_data_bears_its_share_of_the_units_prior():
     torch.testing.assert_close(share, halved)
 
 
-class Sloped(nn.Module):
-    """A factored and a linear layer, with a slope inside that the evidence may learn."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = FactoredLinear2d(1, 2, 3, 3), nn.Linear(18, 2)
-        self.register_buffer("slope", torch.tensor(0.8, dtype=torch.float64))
-
-    def forward(self, x):
-        return self.last((self.slope * self.first(self.slope * x)).tanh().flatten(1))
-
-
-def test_gradients_inside_the_network_are_those_of_fits_at_other_values():
-    model, x, y = initialised(Sloped()), drawn(5, 1, 3, 3), torch.arange(5) % 2
+def test_gradients_inside_the_network():
+    """With factors that follow it, as fits at other values; with held ones, as with equal precisions of tensors."""
+    torch.manual_seed(0)
+    model = net(SparseFactoredLinear2d(1, 2, 4, 4), 32).double()
+    name = next(n for n, _ in model.named_buffers() if n.endswith("inverse_lengthscale"))
+    buffer, x, y = model.get_buffer(name), drawn(5, 1, 4, 4), torch.arange(5) % 2
+    at, values = buffer.clone(), []
     la = with_units(KronLaplace(model).fit([(x, y)]))
-    found = evidence_gradient(la, [(x, y)], ["slope"])["slope"]
-    values = []
-    for step in (1e-5, -1e-5):
-        model.slope.fill_(0.8 + step)
-        values.append(KronLaplace(model, prior_precision=la.prior_precision).fit([(x, y)]).log_marginal_likelihood())
-    torch.testing.assert_close(found, (values[0] - values[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+    found = evidence_gradient(la, [(x, y)], [name])[name]
     with pytest.raises(ValueError, match="got one per output unit; evidence_gradient takes those"):
         exact_log_marginal_likelihood(la, x, y)
-
-
-def test_lengthscales_are_differentiated_with_the_factors_held():
-    torch.manual_seed(0)
-    model = nn.Sequential(SparseFactoredLinear2d(1, 2, 4, 4), nn.Tanh(), nn.Flatten(), nn.Linear(32, 2)).double()
-    basis = next(m for m in model.modules() if hasattr(m, "inverse_lengthscale"))
-    basis.inverse_lengthscale.requires_grad_()
-    x, y = drawn(5, 1, 4, 4), torch.arange(5) % 2
+    for step in (1e-5, -1e-5):
+        buffer.copy_(at + step)
+        values.append(KronLaplace(model, prior_precision=la.prior_precision).fit([(x, y)]).log_marginal_likelihood())
+    torch.testing.assert_close(found, (values[0] - values[1]) / 2e-5, rtol=1e-5, atol=1e-7)
+    buffer.requires_grad_()
     la = KronLaplace(model).fit([(x, y)])
-    layerwise = torch.linspace(0.2, 3, len(la.parameter_names), dtype=torch.float64)
-    units = layerwise.repeat_interleave(torch.tensor([len(p) for p in la.unit_precisions.values()]))
-    slopes = [
-        torch.autograd.grad(la.log_marginal_likelihood(at), basis.inverse_lengthscale)[0] for at in (layerwise, units)
-    ]
-    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-6, atol=1e-9)
-    assert slopes[0].abs() > 1e-4
+    layers = torch.linspace(0.2, 3, len(la.parameter_names), dtype=torch.float64)
+    units = layers.repeat_interleave(torch.tensor(la._unit_counts))
+    one, other = (torch.autograd.grad(la.log_marginal_likelihood(at), buffer)[0] for at in (layers, units))
+    torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-9)
+    assert min(found.abs(), one.abs()) > 1e-4

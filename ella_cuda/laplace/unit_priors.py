@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 
 from ella_cuda import ops
-from ella_cuda.laplace.factors import FactorShape, KroneckerFactor, merged_shapes
+from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.posterior import Eigenbasis, KronPosterior
 from ella_cuda.laplace.rules.base import Rule
 
 
 def unit_shapes(rules: Sequence[Rule], names: Sequence[str]) -> dict[str, FactorShape]:
-    """The shapes of the named parameters' factors, in order, before or after a fit."""
+    """The shapes of the named parameters, in order, before or after a fit; a factor merged with that of the transpose has the same units."""
     found = {rule.full_name(n): s for rule in rules for n, s in rule.shapes().items() if n in rule.trainable}
-    found |= merged_shapes(rules)
     return {name: found[name] for name in names}
 
 

@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LAPLACE = ROOT / "ella_cuda/laplace"
 # Lowered as the library gets smaller; raised for a new part of the public surface alone, by what that part takes.
 BOUNDS = {
-    "lines of ella_cuda/laplace": 19560,
-    "files of ella_cuda/laplace": 56,
+    "lines of ella_cuda/laplace": 19893,
+    "files of ella_cuda/laplace": 57,
     "floors of imports in ella_cuda/laplace": 9,
     "files of ella_cuda/laplace in a circle": 0,
-    "lines of ella_cuda without papers": 45560,
+    "lines of ella_cuda without papers": 45955,
     "lines of csrc": 15986,
-    "lines of python_tests": 50440,
+    "lines of python_tests": 50740,
     "files of ella_cuda with hooks or modes": 1,
 }
 PASSES = re.compile(

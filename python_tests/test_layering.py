@@ -89,9 +89,9 @@ def test_no_files_of_laplace_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("name", [name for name in ella_cuda.laplace.__all__ if name.endswith("Laplace")])
-def test_no_approximation_has_more_than_43_public_methods_and_properties(name):
+def test_no_approximation_has_more_than_44_public_methods_and_properties(name):
     public = [word for word in dir(getattr(ella_cuda.laplace, name)) if not word.startswith("_")]
-    assert len(public) <= 43, public
+    assert len(public) <= 44, public
 
 
 def test_sizes_and_import_floors_are_within_their_bounds(architecture):

@@ -13,6 +13,7 @@ from ella_cuda.digest import sealed
 from ella_cuda.experiments import LoadedRun, RunConfig, configure, evaluate, load_run, prepare_for, run_grid, run_one
 from ella_cuda.experiments import run as run_module
 from ella_cuda.experiments.diary import Diary
+from ella_cuda.laplace.evidence import of_tensors
 from ella_cuda.models import PATHS
 from ella_cuda.nn import SpatialBasis
 from python_tests.interrupting import interrupted
@@ -29,6 +30,7 @@ def small(layer: str = "conv", objective: str = "evidence", **changes) -> RunCon
     [
         *(small(path, "map", epochs=1) for path in PATHS),
         small("f_fc+conv", prior_structure="module"),
+        small("f_fc+s_conv", prior_structure="unit"),
         small("s_fc+s_conv", learn="anchors+lengthscales", basis="exponential", inverse_lengthscale=0.3),
         small("s_fc", learn="anchors", column_tolerance=0.05, resolution="per_channel"),
     ],
@@ -48,7 +50,7 @@ def test_a_loaded_network_gives_the_numbers_of_its_row(config, tmp_path):
     )
     data = prepare_for(found)
     assert evaluate(model, data.test_images, data.test_labels) == (row["accuracy"], row["nll"])
-    for name, delta in zip(la.parameter_names, la.prior_precision.tolist(), strict=True):
+    for name, delta in zip(la.parameter_names, of_tensors(la, la.prior_precision).tolist(), strict=True):
         path = next((layer for layer in row["layers"] if name.startswith(f"{layer['name']}.")), None)
         if path is not None:
             kind, _, tensor = name.removeprefix(f"{path['name']}.").partition(".")

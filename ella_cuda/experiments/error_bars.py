@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.evidence import is_finer
 from ella_cuda.laplace.leave_one_out import FACTORS
 from ella_cuda.run_folder import NETWORK
 
@@ -25,7 +26,9 @@ def by_last_layer(config: RunConfig, model: nn.Module, num_classes: int) -> bool
 def of_last_layer(config: RunConfig, la: KronLaplace, num_classes: int) -> KronLaplace:
     """The approximation of the last layer, not fitted, with the precisions that ``la`` has of it: the layer of the last matrix with a row
     for each class; where there is none, of the last matrix, or the last tensor."""
-    precisions = dict(zip(la.parameter_names, la.prior_precision.detach(), strict=True))
+    values = la.prior_precision.detach()
+    parts = values if not is_finer(la, values) else la.unit_precisions.values()
+    precisions = dict(zip(la.parameter_names, parts, strict=True))
     tensors = dict(la.model.named_parameters())
     matrices = [name for name in precisions if tensors[name].dim() > 1]
     named = [name for name in matrices if len(tensors[name]) == num_classes] or matrices or [*precisions]
@@ -33,7 +36,7 @@ def of_last_layer(config: RunConfig, la: KronLaplace, num_classes: int) -> KronL
     names = [name for name in precisions if name.rpartition(".")[0] == layer]
     # All columns of a last layer's Hessian cost less than drawing one.
     how = {**config.of(CurvatureConfig), "fisher": "exact", "column_tolerance": 0.0, "subset_of_weights": names}
-    precision = torch.stack([precisions[name] for name in names])
+    precision = torch.cat([precisions[name].reshape(-1) for name in names])
     return KronLaplace(la.model, la.likelihood_function, prior_precision=precision, sigma_noise=la.sigma_noise, **how)
 
 

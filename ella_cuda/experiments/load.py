@@ -20,6 +20,7 @@ from ella_cuda.experiments.predictions import Predictions, evaluate_on, predict,
 from ella_cuda.experiments.run import averaged, own_random_state, prepare_for, same_copies
 from ella_cuda.files import damaged
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.evidence import finer, is_finer, of_tensors
 from ella_cuda.run_folder import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
@@ -195,11 +196,14 @@ def load_run(
     net.load_state_dict(state["model"])
     net.to(target).eval()
     last = state["history"][-1]
+    precisions = torch.tensor(last["prior_precision"], dtype=torch.float64)  # of units the means of each tensor's
+    if config.prior_structure == "unit":
+        precisions = state["learners"]["prior"]["log_precision"].exp()
     try:
         la = KronLaplace(
             net,
             state["settings"]["likelihood"],
-            prior_precision=torch.tensor(last["prior_precision"], dtype=torch.float64),
+            prior_precision=precisions,
             sigma_noise=last["sigma_noise"],
             **config.of(CurvatureConfig),
         )
@@ -223,7 +227,10 @@ def load_run(
                     calibrated(la, loader)
             elif by_name := history[PREDICTIVE]:
                 values = [by_name[name] for name in la.parameter_names]
-                la.predictive_prior_precision = torch.tensor(values, dtype=torch.float64)
+                values = torch.tensor(values, dtype=torch.float64, device=target)
+                if is_finer(la, la.prior_precision):
+                    values = la.prior_precision * finer(la, values / of_tensors(la, la.prior_precision))
+                la.predictive_prior_precision = values
     run = LoadedRun(net, la, config, state["epoch"])
     run.class_names = tuple(known.get("class_names") or map(str, range(network["num_classes"])))
     run.black, run.white = (torch.tensor(known[k], device=target) if k in known else None for k in ("black", "white"))

@@ -44,6 +44,7 @@ from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files, write_file
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.evidence import of_tensors
 from ella_cuda.laplace.leave_one_out import affordable, have_learned_alike, knows_by_heart, training_nll
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
@@ -531,7 +532,7 @@ def _row(
         accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
         predictions, own = describe_predictions(model, posterior, dataset, asked, progress, config.name)
         keep_examples(run_dir, config.name, model, posterior, dataset, own.get("predictive", own["plugin"]))
-    precision = of_network(dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True)))
+    precision = of_network(dict(zip(la.parameter_names, of_tensors(la, la.prior_precision).tolist(), strict=True)))
     lengthscales = {n: float(m.inverse_lengthscale) for n, m in bare.named_modules() if isinstance(m, SpatialBasis)}
     gamma = of_network(la.effective_parameters()) if fitted else None
     layers, others = describe_layers(layout(bare), precision, gamma, lengthscales, diary.anchors())
@@ -540,7 +541,9 @@ def _row(
         amounts = {"augmentation": model.augment.amounts()}
         write_samples(run_dir, config.name, sampled(model.augment, dataset), draws.tolist())
     predictive = None if posterior is None else posterior.predictive_prior_precision
-    by_name = None if predictive is None else dict(zip(posterior.parameter_names, predictive.tolist(), strict=True))
+    by_name = None
+    if predictive is not None:
+        by_name = dict(zip(posterior.parameter_names, of_tensors(posterior, predictive).tolist(), strict=True))
     write_history(run_dir, config.name, losses, diary.evaluations, by_name)
     if learned is not None:
         found = own.get("predictive", own["plugin"])

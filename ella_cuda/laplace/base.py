@@ -39,7 +39,8 @@ from ella_cuda.laplace.evidence import (
     data_weight,
     elements,
     evidence_at,
-    is_elementwise,
+    finer,
+    is_finer,
     layer_type,
     log_likelihood,
     log_scale,
@@ -75,17 +76,16 @@ from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, alternate, featu
 from ella_cuda.laplace.parameters import Value, as_float64, check_choice, positive_number
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import MEANS, PREDICTIONS, Predictive, predictions_at
-from ella_cuda.laplace.prior_structure import group_indices
 from ella_cuda.laplace.rules.base import Rule
 from ella_cuda.laplace.rules.network import UNKNOWN
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.test_time import at_test_time
 from ella_cuda.laplace.tuning import (
-    Groups,
     Loss,
     check_arguments,
     fixed_points,
     grid_search,
+    groups_of,
     raise_evidence,
     warn_of_motion,
 )
@@ -122,6 +122,7 @@ class BaseLaplace(Predictive):
     """
 
     _settings: tuple[str, ...]  # attributes that a state must agree on
+    _finer_word = "element"  # what the finer structure's precisions are of
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the class's signature say the options that its constructor takes by name."""
@@ -380,7 +381,26 @@ class BaseLaplace(Predictive):
         self._hold()
 
     def _weigh_elements(self) -> None:
-        """Take ``element_norms`` of the model's parameters, where elements may have precisions of their own."""
+        """Take ``element_norms`` of the model's parameters, where elements or units may have precisions of their own."""
+
+    def _norms_of_finer(self) -> Tensor:
+        return self.element_norms
+
+    @property
+    def _finer_counts(self) -> list[int] | None:
+        return self.counts if self._elementwise_priors else None
+
+    def _of_elements(self, precision: Tensor) -> Tensor:
+        """The precision of each element from those of the finer structure."""
+        return precision
+
+    @property
+    def _unit_counts(self) -> list[int]:
+        """The number of output units of each parameter tensor, in ``parameter_names`` order; ValueError where this structure has none."""
+        raise ValueError(
+            f"{type(self).__name__}: prior_structure='unit' has a precision for each output unit, which KronLaplace alone learns; use that, "
+            "or 'layerwise' here."
+        )
 
     @property
     def likelihood(self) -> str:
@@ -402,7 +422,8 @@ class BaseLaplace(Predictive):
     @property
     def prior_precision(self) -> Tensor:
         """One positive value per parameter tensor, 1-D, in ``named_parameters()`` order; set it from a number or such a vector. Full and
-        diagonal approximations also take one value per element that has a posterior, unless these are as many as parameter tensors.
+        diagonal approximations also take one value per element that has a posterior, unless these are as many as parameter tensors;
+        :class:`ella_cuda.laplace.KronLaplace` one per output unit, see ``unit_precisions``.
         Predictions are by it unless ``predictive_prior_precision`` is set later."""
         return self._prior_precision
 
@@ -415,8 +436,8 @@ class BaseLaplace(Predictive):
     def prior_precision_diag(self) -> Tensor:
         """The prior's precision of each element that has a posterior, ``(S,)``, float64."""
         precision = self.prior_precision
-        if is_elementwise(self, precision):
-            return precision
+        if is_finer(self, precision):
+            return self._of_elements(precision)
         return precision.repeat_interleave(torch.tensor(self.counts, device=precision.device))
 
     @property
@@ -505,7 +526,7 @@ class BaseLaplace(Predictive):
     def log_det_prior_precision(self) -> Tensor:
         """``sum_l P_l log delta_l``, 0-dim float64."""
         logs = self.prior_precision.log()
-        return (logs if is_elementwise(self, logs) else elements(self) * logs).sum()
+        return (elements(self, logs) * logs).sum()
 
     @property
     def log_det_ratio(self) -> Tensor:
@@ -555,12 +576,28 @@ class BaseLaplace(Predictive):
             self._sigma_noise = sigma.detach().clone()
         return found
 
-    def effective_parameters(self) -> dict[str, float]:
+    @property
+    def unit_precisions(self) -> dict[str, Tensor]:
+        """Parameter name -> the prior's precision of each output unit, ``(units,)``, float64, in ``parameter_names`` order, by whatever
+        structure it was learned. Units are rows of a linear layer's weight, output channels of a convolution's and of an F-FC layer's,
+        columns of an embedding's; a bias is one unit, and so is what has no output side. ValueError where the approximation has none."""
+        counts = self._unit_counts
+        return dict(zip(self.parameter_names, finer(self, self.prior_precision.detach()).split(counts), strict=True))
+
+    def effective_parameters(self, per_unit: bool = False) -> dict[str, Any]:
         r"""Parameter name -> :math:`\gamma`, how many of its elements the data determine: with eigenvalues :math:`\lambda_i` of the curvature
-        :math:`\sum_i \lambda_i/(\lambda_i + \delta)`, between 0 and the tensor's size.
+        :math:`\sum_i \lambda_i/(\lambda_i + \delta)`, between 0 and the tensor's size. With ``per_unit`` those of each output unit,
+        ``(units,)``, float64, whose sum that is; ValueError where the approximation has no units.
 
         Source: MacKay, "Bayesian interpolation", 1992; van der Ouderaa et al., NeurIPS 2023, section 5.
         """
+        if per_unit:
+            counts, precision = self._unit_counts, finer(self, self.prior_precision.detach())
+            self.fitted_model.require_fit()
+            found = self._terms(precision.log(), log_scale(self).detach(), self._norms_of_finer()).effective.split(
+                counts
+            )
+            return dict(zip(self.parameter_names, found, strict=True))
         return dict(zip(self.parameter_names, present_terms(self).effective.tolist(), strict=True))
 
     def layer_types(self) -> dict[str, str]:
@@ -829,7 +866,8 @@ class BaseLaplace(Predictive):
                 network's outputs held choose a narrow posterior nearly always.
             prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`: "layerwise" (none), "module",
                 "normalised" or "scalar" (all); "gridsearch" takes "scalar" alone. "loo" takes "scalar", or "layerwise": one factor of all the
-                present precisions. "diag" is a precision for each element, of full and diagonal approximations, by "marglik" at the network.
+                present precisions. "diag" is a precision for each element, of full and diagonal approximations, by "marglik" at the network;
+                "unit" one for each output unit of a weight and for each other tensor, of Kronecker ones, at the network.
                 None is "scalar" for "gridsearch" and "layerwise" for others.
             val_loader: yields ``(x, y)``, as for :meth:`fit`.
             loss: ``(predictions, targets) -> number``, of all data of the loader: probabilities, or of likelihoods without classes mean and
@@ -847,7 +885,7 @@ class BaseLaplace(Predictive):
                 None keeps it.
 
         Returns:
-            ``self.prior_precision``: one value per parameter tensor.
+            ``self.prior_precision``: one value per parameter tensor, element or unit.
 
         Raises:
             TypeError, ValueError: an argument does not fit, the loader is empty, no loss of a grid is finite, or under every precision of
@@ -895,8 +933,9 @@ class BaseLaplace(Predictive):
         )
         before = self.prior_precision, self.sigma_noise, self.linear_fit, self.predictive_prior_precision
         sigma = tune_sigma and self.likelihood_function.has_noise
-        numbers = range(sum(self.counts)) if each else group_indices(structure, self.parameter_names, self.model)
-        groups = Groups(numbers, self._device)
+        if structure == "unit" and at == "linear":
+            raise ValueError("optimize_prior_precision: prior_structure='unit' has no at='linear'; use at='network'.")
+        groups = groups_of(self, "diag" if each else structure)
         try:
             if method == "gridsearch":
                 how = {"pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples}
@@ -905,8 +944,8 @@ class BaseLaplace(Predictive):
                 return self.prior_precision
             if init_prior_prec is not None:
                 self._prior_precision = precisions_of(self, init_prior_prec, "init_prior_prec").clone()
-            if each:
-                self._prior_precision = self.prior_precision_diag
+            if each or structure == "unit":
+                self._prior_precision = finer(self, self.prior_precision)
             elif method != "loo":
                 self._prior_precision = of_tensors(self, self.prior_precision)
             if method == "loo":

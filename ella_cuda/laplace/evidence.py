@@ -121,7 +121,7 @@ class Evidence:
         n_targets: entries of all data's targets.
         counts: elements of each parameter tensor that have a posterior.
         free_elements: one where an element has a posterior and zero elsewhere, ``(P,)`` float64; None where all have one.
-        element_norms: as square_norms, of each element that has a posterior, ``(S,)``; None where precisions are of tensors alone.
+        element_norms: as square_norms, of each precision of the finer structure; None where precisions are of tensors alone.
         statistic_gradients: of the statistic, in the buffers that required a gradient at the fit.
         linear_fit: a LinearMode once it was found.
         fitted_likelihood: that of the curvature; None before a fit.
@@ -131,6 +131,8 @@ class Evidence:
     _records_steps: ClassVar[bool] = False
     # Whether each element may have a prior precision of its own.
     _elementwise_priors: ClassVar[bool] = False
+    # The number of precisions of each parameter tensor where they are not of tensors: of elements or of output units.
+    _finer_counts: list[int] | None
     model: nn.Module
     fitted_model: FittedModel
     likelihood: str
@@ -160,6 +162,10 @@ class Evidence:
         """``sum_l log|c H_l / delta_l + I| + delta_l square_norms_l``, c the exponential of log_scale, of a fit."""
 
     @abstractmethod
+    def _norms_of_finer(self) -> Tensor:
+        """``element_norms``, of a fit."""
+
+    @abstractmethod
     def _terms(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> ops.KronEvidence:
         """:meth:`_penalty`, its slopes in the log precisions, and how many elements of each parameter tensor the data determine; float64,
         constants in the model's buffers."""
@@ -185,12 +191,14 @@ def share_of(la: Evidence, n_data: int) -> float:
 def sharing_prior(la: Evidence, n_data: int) -> Iterator[None]:
     """For the duration of the context the data of a fit bear their share of the prior: la's evidence is that share of
     :func:`evidence_bound`, and what raises the one raises the other."""
-    before = la.square_norms
-    la.square_norms = before * share_of(la, n_data)
+    before, share = (la.square_norms, la.element_norms), share_of(la, n_data)
+    la.square_norms = la.square_norms * share
+    if is_finer(la, la.prior_precision):
+        la.element_norms = la._norms_of_finer() * share
     try:
         yield
     finally:
-        la.square_norms = before
+        la.square_norms, la.element_norms = before
 
 
 def evidence_bound(
@@ -233,35 +241,43 @@ def mean_at(la: Evidence, at: str) -> Any:
 
 
 def norms_at(la: Evidence, precision: Tensor, at: str = "network") -> Tensor:
-    """What :func:`mean_at` has as ``square_norms``, of elements where the precisions are of elements."""
+    """What :func:`mean_at` has as ``square_norms``, of elements or units where the precisions are of these."""
     mean = mean_at(la, at)
-    if not is_elementwise(la, precision):
+    if not is_finer(la, precision):
         return mean.square_norms
     if at == "linear":
         require_of_tensors(la, precision)
-    return la.element_norms
+    return la._norms_of_finer()
 
 
 def require_of_tensors(la: Evidence, precision: Tensor) -> None:
-    """ValueError where the precisions are of elements."""
-    if is_elementwise(la, precision):
+    """ValueError where the precisions are of elements or units."""
+    if is_finer(la, precision):
         raise ValueError(
             f"prior_precision: the linearised network's mode takes a number or {len(la.parameter_names)} values, one per parameter tensor, "
-            f"got {len(precision)}, one per element; set prior_precision before."
+            f"got {len(precision)}, one per {la._finer_word}; set prior_precision before."
         )
 
 
-def is_elementwise(la: Evidence, precision: Tensor) -> bool:
-    """Whether the precisions, a vector, are of elements; of tensors with one element each both are the same."""
+def is_finer(la: Evidence, precision: Tensor) -> bool:
+    """Whether the precisions, a vector, are of elements or output units; of tensors with one each both are the same."""
     return len(precision) != len(la.parameter_names)
 
 
 def of_tensors(la: Evidence, precision: Tensor) -> Tensor:
-    """One precision per parameter tensor, which of elements is the geometric mean."""
-    if not is_elementwise(la, precision):
+    """One precision per parameter tensor, which of elements or units is the geometric mean."""
+    if not is_finer(la, precision):
         return precision
-    parts = precision.log().split(la.counts)
+    parts = precision.log().split(la._finer_counts)
     return torch.stack([part.mean() if len(part) else part.new_zeros(()) for part in parts]).exp()
+
+
+def finer(la: Evidence, precision: Tensor) -> Tensor:
+    """One precision per element or output unit, whichever la may have; each tensor's own where there is one per tensor."""
+    if is_finer(la, precision):
+        return precision
+    counts = torch.tensor(la._finer_counts, device=precision.device)
+    return precision.repeat_interleave(counts, output_size=sum(la._finer_counts))
 
 
 def linear_fit_of(la: Evidence, argument: str) -> Any:
@@ -321,12 +337,19 @@ def present_terms(la: Evidence) -> ops.KronEvidence:
     """:meth:`Evidence._terms` at la's values; ``effective`` is ``la.effective_parameters()`` in ``parameter_names`` order."""
     la.fitted_model.require_fit()
     la.fitted_model.bases.check()
-    return la._terms(la.prior_precision.log(), log_scale(la), norms_at(la, la.prior_precision))
+    terms = la._terms(la.prior_precision.log(), log_scale(la), norms_at(la, la.prior_precision))
+    if len(terms.effective) == len(la.parameter_names):
+        return terms
+    parts = terms.effective.split(la._finer_counts)
+    return terms._replace(effective=torch.stack([part.sum() for part in parts]))
 
 
-def elements(la: Evidence) -> Tensor:
-    """``la.counts`` as a float64 tensor on the model's device."""
-    return torch.tensor(la.counts, dtype=torch.float64, device=la.fitted_model.device)
+def elements(la: Evidence, precision: Tensor | None = None) -> Tensor:
+    """How many elements each of these precisions is of, or each parameter tensor has; float64, on the model's device."""
+    counts = torch.tensor(la.counts, dtype=torch.float64, device=la.fitted_model.device)
+    if precision is None or not is_finer(la, precision):
+        return counts
+    return finer(la, counts / torch.tensor(la._finer_counts, device=counts.device).clamp(min=1))
 
 
 def square_distances(la: Evidence, parameters: Iterable[Tensor], mean: Tensor | None = None) -> Tensor:
@@ -348,13 +371,13 @@ def square_distances(la: Evidence, parameters: Iterable[Tensor], mean: Tensor | 
 
 
 def precisions_of(la: Evidence, value: Value, name: str = "prior_precision") -> Tensor:
-    """One precision per parameter tensor, float64, of an argument that is a number or such a vector, or one per element where la has
-    ``_elementwise_priors``; ValueError where it has another shape, or an entry is not positive and finite."""
-    count, elements = len(la.parameter_names), sum(la.counts)
+    """One precision per parameter tensor, float64, of an argument that is a number or such a vector, or one per element or output unit
+    where la has ``_finer_counts``; ValueError where it has another shape, or an entry is not positive and finite."""
+    count, others = len(la.parameter_names), None if la._finer_counts is None else sum(la._finer_counts)
     found = as_float64(name, value, la.fitted_model.device)
-    shapes = [(), (1,), (count,), *([(elements,)] if la._elementwise_priors else [])]
+    shapes = [(), (1,), (count,), *([] if others is None else [(others,)])]
     if tuple(found.shape) not in shapes:
-        each = f", or {elements}, one per element" if la._elementwise_priors else ""
+        each = "" if others is None else f", or {others}, one per {la._finer_word}"
         raise ValueError(
             f"{name}: expected a number or a vector of {count} values, one per trainable parameter tensor "
             f"({', '.join(la.parameter_names[:3])}, ...){each}, got shape {tuple(found.shape)}."

@@ -17,7 +17,7 @@ from ella_cuda import ops
 from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
 from ella_cuda.laplace.batches import Inputs
 from ella_cuda.laplace.distributed_fit import FitSums
-from ella_cuda.laplace.evidence import DataFitGradient, is_elementwise
+from ella_cuda.laplace.evidence import DataFitGradient, finer, is_finer
 from ella_cuda.laplace.factors import FactorShape, Jacobian, checked_tensor
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass
 from ella_cuda.laplace.likelihoods import Columns, Likelihood
@@ -497,10 +497,7 @@ class UnfactoredLaplace(BaseLaplace):
 
     def _elementwise(self, precision: Tensor) -> Tensor:
         """A precision for each element that has a posterior."""
-        if is_elementwise(self, precision):
-            return precision
-        counts = torch.tensor(self.counts, device=precision.device)
-        return precision.repeat_interleave(counts, output_size=sum(self.counts))
+        return finer(self, precision)
 
     def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
         precision = log_precision.exp()
@@ -511,7 +508,7 @@ class UnfactoredLaplace(BaseLaplace):
         value, precision = self._penalty(log_precision, log_scale, square_norms), log_precision.exp()
         shares = self._curvature.shares(self._elementwise(precision), log_scale.exp())
         effective = torch.stack([part.sum() for part in shares.split(self.counts)])
-        slope = precision * square_norms - (shares if is_elementwise(self, precision) else effective)
+        slope = precision * square_norms - (shares if is_finer(self, precision) else effective)
         return ops.KronEvidence(value, slope, effective)
 
     def _posterior(self, precision: Tensor, scale: Tensor) -> Posterior:

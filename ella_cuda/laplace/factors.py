@@ -29,7 +29,8 @@ class FactorShape(NamedTuple):
     ``output_groups`` is ``groups``, or 1 where all blocks share one output-side factor. ``constant_input`` says that the input side is the
     number one, as for a bias. A side whose numbers are values at the anchors of a basis names it; its rows are then collected at the basis'
     positions. ``layout`` is the order in which the tensor's elements have block g, input a and output b, the last fastest: "gba" as a linear
-    layer's or a convolution's weight, "bga" or "gab".
+    layer's or a convolution's weight, "bga" or "gab". ``units`` says what an output unit of the layer is, see :attr:`unit_axes`;
+    it has so many consecutive outputs of a block, ``unit_outputs``.
     """
 
     groups: int
@@ -40,6 +41,8 @@ class FactorShape(NamedTuple):
     input_basis: SpatialBasis | None = None
     output_basis: SpatialBasis | None = None
     layout: str = "gba"
+    units: str | None = None
+    unit_outputs: int = 1
 
     @classmethod
     def bias(cls, size: int) -> FactorShape:
@@ -78,6 +81,34 @@ class FactorShape(NamedTuple):
         axes = blocks.dim() - 3
         split = blocks.permute(*range(axes), *(axes + "gab".index(axis) for axis in self.layout))
         return split.reshape((*blocks.shape[:axes], *shape))
+
+    @property
+    def unit_axes(self) -> str:
+        """The axes of an output unit's number: "b", an output in all blocks, "gb", an output of a block, or "g", a block; "" of a tensor
+        that is one unit, as a bias is. ``units`` where it is told; else blocks with output sides of their own have outputs of their own."""
+        return "" if self.constant_input else self.units or ("b" if self.output_groups == 1 else "gb")
+
+    @property
+    def unit_count(self) -> int:
+        """Output units."""
+        sizes = {"g": self.groups, "b": self.outputs // self.unit_outputs}
+        return math.prod(sizes[axis] for axis in self.unit_axes)
+
+    def over_units(self, values: Tensor) -> Tensor:
+        """One value for each unit ``(units,)`` as ``(G or 1, 1, b or 1)``, which goes with blocks."""
+        axes = self.unit_axes
+        if "b" in axes and self.unit_outputs > 1:
+            values = values.repeat_interleave(self.unit_outputs)
+        return values.reshape(self.groups if "g" in axes else 1, 1, self.outputs if "b" in axes else 1)
+
+    def of_elements(self, values: Tensor) -> Tensor:
+        """The value of each element's unit, from ``(units,)``: ``(numel,)``."""
+        return self.from_blocks(self.over_units(values).expand(self.groups, self.inputs, self.outputs), (self.numel,))
+
+    def unit_sums(self, blocks: Tensor) -> Tensor:
+        """The sums ``(units,)`` over the elements of each unit of ``(G, a, b)``."""
+        blocks = blocks.unflatten(2, (-1, self.unit_outputs)).sum(3)
+        return blocks.sum([place for place, axis in enumerate("gab") if axis not in self.unit_axes]).flatten()
 
     @property
     def row_inputs(self) -> int:

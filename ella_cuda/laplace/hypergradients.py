@@ -57,6 +57,7 @@ from ella_cuda.laplace.distributed_fit import agree_on_gradient, plan_of
 from ella_cuda.laplace.evidence import (
     DataFitGradient,
     data_weight,
+    is_finer,
     require_likelihood_of_fit,
     resolved,
     square_distances,
@@ -68,7 +69,7 @@ from ella_cuda.laplace.layer_pass import GraphPass
 from ella_cuda.laplace.likelihoods import Likelihood
 from ella_cuda.laplace.parameters import Value, check_choice
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.posterior import Eigenbasis, eigenbases_of
+from ella_cuda.laplace.posterior import Eigenbasis
 from ella_cuda.laplace.recorded_batches import Kind, Name, RecordedPasses, apart, tensors_of_model
 from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.second_moment import SecondMoment
@@ -343,8 +344,7 @@ class _Passes:
 
     def _allocate(self) -> None:
         """Give the rules factors of cotangents, each parameter its own."""
-        bases, scale = eigenbases_of(self.la), data_weight(self.la)
-        precisions = dict(zip(self.la.parameter_names, self.la.prior_precision.detach().unbind(), strict=True))
+        posterior, scale = self.la.posterior_precision, data_weight(self.la)
         for rule in self.rules:
             shapes = rule.shapes()
             rule.factors = {}
@@ -354,7 +354,7 @@ class _Passes:
                     rule.factors[name] = owner.factors[its_name]
                     continue
                 full, shape, like = rule.full_name(name), shapes[name], rule.module.get_parameter(name)
-                root_in, root_out = cotangents(bases[full], precisions[full], scale)
+                root_in, root_out = cotangents(posterior.bases[full], posterior.prior[full], scale)
                 outputs = Cotangent(root_out, like, full, shape.output_basis)
                 inputs = None
                 if not shape.constant_input:
@@ -765,6 +765,11 @@ def exact_log_marginal_likelihood(
             "ella_cuda.laplace.evidence_gradient for gradients in its amounts."
         )
     precision, sigma = (value.to(device) for value in resolved(la, prior_precision, sigma_noise))
+    if is_finer(la, precision):
+        raise ValueError(
+            "exact_log_marginal_likelihood: prior_precision must be a number or one per parameter tensor, got one per output unit; "
+            "evidence_gradient takes those."
+        )
     rules = la.fitted_model.present_rules()
     for rule in rules:
         if not rule.sees_calls():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from ella_cuda.laplace.eigenvalue_correction import (
     require_two_passes,
     save_bases,
 )
-from ella_cuda.laplace.evidence import DataFitGradient, elements
+from ella_cuda.laplace.evidence import DataFitGradient, elements, is_finer
 from ella_cuda.laplace.factors import (
+    FactorShape,
     KroneckerFactor,
     by_parameter,
     checked_tensor,
@@ -42,6 +43,15 @@ from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS, Rule
 from ella_cuda.laplace.rules.linear import LinearRule
 from ella_cuda.laplace.second_moment import SecondMoment, zeros_together
 from ella_cuda.laplace.test_time import requiring_grad
+from ella_cuda.laplace.unit_priors import (
+    Side,
+    UnitPosterior,
+    normalised,
+    sides_of,
+    unit_evidence,
+    unit_shapes,
+    whitened,
+)
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
 
@@ -79,7 +89,8 @@ class KronLaplace(BaseLaplace):
             (Gaussians by natural parameters, outputs ``(N, 2K)``, targets ``(N, K)``), "reward_modeling" (which of two rewards is the
             better, outputs ``(N, 2)``, integer targets ``(N,)``), a name of :func:`register_likelihood`, or an object
             of a class with such a name. The log probability of a data point is the sum over its targets.
-        prior_precision: a positive number, or one per trainable parameter tensor in ``model.named_parameters()`` order.
+        prior_precision: a positive number, or one per trainable parameter tensor in ``model.named_parameters()`` order, or one per output
+            unit of these, see ``unit_precisions``.
         sigma_noise: standard deviation of the Gaussian likelihood of a regression; must be 1 for others.
         prior_mean: of the parameters, a number or one per element, ``(P,)``.
         temperature: T, positive: likelihood and curvature are divided by it, so that a smaller one concentrates the posterior.
@@ -134,6 +145,7 @@ class KronLaplace(BaseLaplace):
     """
 
     _records_steps = True
+    _finer_word = "output unit"
     _settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation", "eigenvalue_correction")
 
     def __init__(
@@ -182,6 +194,45 @@ class KronLaplace(BaseLaplace):
         self._factors = self._by_name(self._rules) if self.n_data else {}
         self._spectra = Spectra(self._factors.values())
         self._eigenbases: dict[str, Eigenbasis] | None = None
+        self._sides: list[Side] | None = None
+        self._whitened: tuple[Tensor, dict[str, Eigenbasis]] | None = None
+
+    @functools.cached_property
+    def _units(self) -> dict[str, FactorShape]:
+        """The shapes whose units have precisions, by parameter name."""
+        return unit_shapes(self._rules, self.parameter_names)
+
+    @property
+    def _unit_counts(self) -> list[int]:
+        """ValueError with ``eigenvalue_correction``, whose blocks are of no Kronecker product."""
+        if self.eigenvalue_correction:
+            raise ValueError(
+                "KronLaplace: prior_structure='unit' needs Kronecker products; pass eigenvalue_correction=False, or use 'layerwise'."
+            )
+        return [shape.unit_count for shape in self._units.values()]
+
+    @property
+    def _finer_counts(self) -> list[int] | None:
+        return None if self.eigenvalue_correction else self._unit_counts
+
+    def _of_elements(self, precision: Tensor) -> Tensor:
+        parts = zip(self._units.values(), precision.split(self._unit_counts), strict=True)
+        return torch.cat([shape.of_elements(part) for shape, part in parts])
+
+    def _weigh_elements(self) -> None:
+        self.element_norms = None
+        if is_finer(self, self.prior_precision):
+            self.element_norms = self._norms_of_finer()
+
+    def _norms_of_finer(self) -> Tensor:
+        """Those at the fit, of the model's parameters, which must be as they were unless the norms were taken."""
+        if self.element_norms is None:
+            self.fitted_model.require_unchanged()
+            theta = torch.cat([p.detach().double().flatten() for p in self.fitted_model.parameters()])
+            parts = (theta - self.prior_mean).square().split(self.counts)
+            pairs = zip(self._units.values(), parts, strict=True)
+            self.element_norms = torch.cat([s.unit_sums(s.to_blocks(part)) for s, part in pairs])
+        return self.element_norms
 
     def _by_name(self, rules: Sequence[Rule]) -> dict[str, KroneckerFactor]:
         """The factors of these rules, in order."""
@@ -319,7 +370,7 @@ class KronLaplace(BaseLaplace):
             pairs = merged(batches, run.merged_images) if generator_of is None else batches
             of_columns = self.fisher, self.mc_samples, self.column_tolerance
             settings = (*of_columns, self.resolution, self.approximation, self.memory_budget)
-            add, defers = partial(self._add, run), defers and sums.anew
+            add, defers = functools.partial(self._add, run), defers and sums.anew
             recorded = RecordedBatches(run, add, self.likelihood_function, settings, defers)
             for number, (x, y) in enumerate(pairs):
                 its_own = generator if generator_of is None else generator_of(number)
@@ -532,6 +583,8 @@ class KronLaplace(BaseLaplace):
         bases.check()
         if torch.is_grad_enabled() and self.eigenvalue_correction:
             require_held(self, type(self).__name__)
+        if is_finer(self, log_precision):
+            return self._terms(log_precision, log_scale, square_norms).value
         if torch.is_grad_enabled() and bases.learn():
             precision, scale = log_precision.exp(), log_scale.exp()
             log_dets = [f.logdet(d, scale) for f, d in zip(self._factors.values(), precision.unbind(), strict=True)]
@@ -540,10 +593,23 @@ class KronLaplace(BaseLaplace):
         return self._terms(log_precision, log_scale, square_norms).value
 
     def _terms(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> ops.KronEvidence:
+        if is_finer(self, log_precision):
+            learn = torch.is_grad_enabled() and self.fitted_model.bases.learn()
+            if learn or self._sides is None:
+                sides = sides_of(self._factors.values())
+                self._sides = None if learn else sides
+            return unit_evidence(sides if learn else self._sides, log_precision, log_scale, square_norms)
         return ops.kron_evidence(self._spectra.packed(), square_norms, log_precision, log_scale)
 
     def _posterior(self, precision: Tensor, scale: Tensor) -> KronPosterior:
-        return KronPosterior(eigenbases_of(self), precision, scale, self.fitted_model.dtype)
+        bases, dtype = eigenbases_of(self), self.fitted_model.dtype
+        if not is_finer(self, precision):
+            return KronPosterior(bases, precision, scale, dtype)
+        # Posteriors whose precisions differ by a factor, as those of a calibration, share one whitened basis.
+        means, shares = normalised(precision, self._unit_counts)
+        if self._whitened is None or not torch.allclose(shares, self._whitened[0], rtol=1e-12, atol=0):
+            self._whitened = shares, whitened(bases, self._factors, shares)
+        return UnitPosterior(self._whitened[1], means, scale, dtype, self._whitened[0])
 
     def _curvature_state(self) -> dict[str, Any]:
         return {

@@ -400,7 +400,7 @@ class KronPosterior(Posterior):
 
     def __init__(self, bases: Mapping[str, Eigenbasis], prior_precision: Tensor, scale: Tensor, dtype: torch.dtype):
         self.bases, self.scale, self.dtype = bases, scale, dtype
-        self._prior = dict(zip(bases, prior_precision.unbind(), strict=True))
+        self.prior = dict(zip(bases, prior_precision.unbind(), strict=True))
         self._sizes = [basis.shape.numel for basis in bases.values()]
         self.n_params, self.device = sum(self._sizes), scale.device
         self.shapes = {name: basis.shape for name, basis in bases.items()}
@@ -418,7 +418,7 @@ class KronPosterior(Posterior):
 
     def logdet(self) -> Tensor:
         pairs = {name: basis.values.pair() for name, basis in self.bases.items()}
-        parts = [ops.kron_logdet(one, other * self.scale, self._prior[name]) for name, (one, other) in pairs.items()]
+        parts = [ops.kron_logdet(one, other * self.scale, self.prior[name]) for name, (one, other) in pairs.items()]
         return torch.stack(parts).sum()
 
     def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
@@ -458,7 +458,7 @@ class KronPosterior(Posterior):
 
     def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
         def take(name: str, some: slice, rows: Jacobian) -> None:
-            basis, prior = self.bases[name].restricted(rows.blocks), self._prior[name]
+            basis, prior = self.bases[name].restricted(rows.blocks), self.prior[name]
             if joint:
                 self._add_joint(variance, rows, basis, prior)
             elif rows.index is not None:
@@ -523,7 +523,7 @@ class KronPosterior(Posterior):
         values.add_variance_(variance[None], None, rows, prior, self.scale)
 
     def _power(self, name: str, exponent: float) -> Tensor:
-        return self.bases[name].precisions(self._prior[name], self.scale).pow(exponent)
+        return self.bases[name].precisions(self.prior[name], self.scale).pow(exponent)
 
     def _parts(self, vectors: Tensor) -> Iterator[tuple[str, Eigenbasis, Tensor]]:
         """The parts of vectors ``(..., P)`` that belong to each parameter, ``(..., G, a, b)``."""

@@ -16,7 +16,7 @@ from torch import fx, nn
 from ella_cuda.laplace.parameters import trainable
 from ella_cuda.modes import evaluation_mode
 
-PriorStructure = Literal["layerwise", "module", "normalised", "scalar"]
+PriorStructure = Literal["layerwise", "module", "normalised", "scalar", "unit"]
 STRUCTURES: tuple[str, ...] = get_args(PriorStructure)
 REST = "unnormalised"  # the group of all tensors that no normalisation follows
 

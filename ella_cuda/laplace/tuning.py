@@ -13,10 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ella_cuda.laplace.batches import kept, pair_on, require_loader
-from ella_cuda.laplace.evidence import Evidence, log_likelihood, log_scale, mean_at, norms_at, set_values
+from ella_cuda.laplace.evidence import Evidence, is_finer, log_likelihood, log_scale, mean_at, norms_at, set_values
 from ella_cuda.laplace.likelihoods import LINKS
 from ella_cuda.laplace.parameters import check_choice, number
-from ella_cuda.laplace.prior_structure import STRUCTURES
+from ella_cuda.laplace.prior_structure import STRUCTURES, group_indices
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision
 from ella_cuda.recording import CudaGraphs, has_graphs, recorded_or_told
@@ -34,7 +34,7 @@ Loss = Callable[[Any, Tensor], Tensor | float]  # (predictions, targets)
 
 
 class Groups:
-    """Parameter tensors that share a prior precision: ``count`` groups, by their numbers as :func:`.group_indices` gives them."""
+    """Parameter tensors, elements or units that share a prior precision: ``count`` groups, by their numbers, see :func:`groups_of`."""
 
     def __init__(self, numbers: Sequence[int], device: torch.device) -> None:
         self.count, self._number = max(numbers) + 1, torch.tensor(numbers, device=device)
@@ -50,6 +50,14 @@ class Groups:
     def sums(self, values: Tensor) -> Tensor:
         """One value for each group from one for each tensor, in one order on every device."""
         return values if self._alone else torch.where(self._members, values, values.new_zeros(())).sum(1)
+
+
+def groups_of(la: Evidence, structure: str) -> Groups:
+    """Those of a structure: of tensors as :func:`.group_indices` has them; "unit", every output unit, and "diag", every element, alone.
+    ValueError where la has no units; and as :func:`.group_indices`."""
+    counts = {"unit": lambda: la._unit_counts, "diag": lambda: la.counts}.get(structure)
+    numbers = group_indices(structure, la.parameter_names, la.model) if counts is None else range(sum(counts()))
+    return Groups(numbers, la.fitted_model.device)
 
 
 def logarithms(la: Evidence, groups: Groups) -> Tensor:
@@ -118,7 +126,8 @@ def raise_evidence(la: Evidence, n_steps: int, lr: float, groups: Groups, tune_s
     """Adam on the logarithms of the precisions, one for each group of tensors, and of sigma; ValueError where these end at no finite one. On
     CUDA steps are recorded, where their ops are those of a graph."""
     device = la.square_norms.device
-    graphs = CudaGraphs(device) if la._records_steps and has_graphs(device) and n_steps > 2 else None
+    records = la._records_steps and not is_finer(la, la.prior_precision)
+    graphs = CudaGraphs(device) if records and has_graphs(device) and n_steps > 2 else None
     with torch.inference_mode(False), torch.no_grad():
         at = logarithms(la, groups)
         learnt = [at[:-1].clone(), *([-0.5 * at[-1]] if tune_sigma else [])]
@@ -165,13 +174,15 @@ def fixed_points(
     """
     mean = mean_at(la, at_mode)
     square_error = -2 * mean.statistic
-    norms, at = groups.sums(mean.square_norms), logarithms(la, groups)  # of the precisions and of the noise's, in a row
+    at = logarithms(la, groups)  # of the precisions and of the noise's, in a row
+    norms_of_each = norms_at(la, groups.spread(at[:-1]), at_mode)
+    norms = groups.sums(norms_of_each)
     lowest, highest = (at - limit, at + limit) if limit is not None else (at - math.inf, at + math.inf)
 
     def look(at: Tensor) -> tuple[Tensor, Tensor]:
         """The tempered evidence there, and the elements of each group that the data determine."""
         log_sigma = -at[-1] / 2 if tune_sigma else None
-        terms = la._terms(groups.spread(at[:-1]), log_scale(la, log_sigma), mean.square_norms)
+        terms = la._terms(groups.spread(at[:-1]), log_scale(la, log_sigma), norms_of_each)
         value = torch.add(tempered_likelihood(la, log_sigma, at_mode), terms.value, alpha=-0.5)
         return value, groups.sums(terms.effective)
 

@@ -59,7 +59,7 @@ def _pass(
     epoch: int,
 ) -> tuple[float, float | None]:
     step.model.train()
-    penalty = step.begin_epoch(prior.precision().detach(), float(prior.sigma().detach()), points.count)
+    penalty = step.begin_epoch(prior.of_parameters(), float(prior.sigma().detach()), points.count)
     device = step.parameters[0].device
     done = seen = 0
 

@@ -134,7 +134,7 @@ class EvidenceCallback:
         self._settings = self._of_form(options, outputs)
         la = self._new_laplace(sigma_noise=given.sigma_noise_init)
         with _named():
-            self._prior = Prior(self.model, self._likelihood, la.parameter_names, given)
+            self._prior = Prior(self.model, self._likelihood, la, given)
         if n_data is None:
             self._points = points_of(loader, "loader", keys=keys, where=OWNER)
         else:
@@ -149,7 +149,7 @@ class EvidenceCallback:
 
     @property
     def prior_precision(self) -> Tensor:
-        """δ, one per parameter tensor in ``la.parameter_names`` order, float64."""
+        """δ, one per parameter tensor in ``la.parameter_names`` order, or per output unit with ``prior_structure="unit"``, float64."""
         return self._prior.precision().detach()
 
     @property
@@ -159,7 +159,8 @@ class EvidenceCallback:
 
     @property
     def weight_decay(self) -> dict[str, float]:
-        """δ/N by the name of the parameter."""
+        """δ/N by the name of the parameter; ValueError where it has several."""
+        self._require_one_each("weight_decay")
         return dict(zip(self._prior.names, (self.prior_precision / self.n_data).tolist(), strict=True))
 
     def attach(self, optimizer: torch.optim.Optimizer, scheduler: Any = None, weight_decay: bool = True) -> None:
@@ -180,14 +181,18 @@ class EvidenceCallback:
 
         Raises:
             TypeError: the optimizer is none of torch's.
-            ValueError: a group has no ``weight_decay``; the optimizer, or a parameter, is attached already; the optimizer has none of the
-                model's parameters, or has a schedule that is not given; the schedule is another optimizer's, or none of torch's.
+            ValueError: weights of one tensor have several precisions, and ``weight_decay`` is not False; a group has no ``weight_decay``;
+                the optimizer, or a parameter, is attached already; the optimizer has none of the model's parameters, or has a schedule that
+                is not given; the schedule is another optimizer's, or none of torch's.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"{OWNER}.attach: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
             )
-        number = {id(p): g for p, g in zip(self._prior.parameters, self._prior.numbers, strict=False)}
+        if weight_decay:
+            self._require_one_each("attach")
+        numbers = self._prior.numbers or range(len(self._prior.names))
+        number = {id(p): g for p, g in zip(self._prior.parameters, numbers, strict=False)}
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in number]
         if not own:
             raise ValueError(f"{OWNER}.attach: optimizer has none of the model's parameters that have a precision.")
@@ -224,6 +229,8 @@ class EvidenceCallback:
         """The mean loss of a batch and the prior's part of weights that no optimizer decays, ``sum_l delta_l ||theta_l||^2 / (2 N)``."""
         if not self._left:
             return loss
+        if self._prior.has_units:
+            return loss + 0.5 * sum((w * p.square()).sum().to(loss.dtype) for p, w in self._left)
         norms = torch._foreach_norm([p for p, _ in self._left])
         return loss + 0.5 * sum(w * n.to(loss.dtype).square() for n, (_, w) in zip(norms, self._left, strict=True))
 
@@ -238,7 +245,10 @@ class EvidenceCallback:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.add_(parameter, alpha=weight)
+            if isinstance(weight, Tensor):
+                parameter.grad.addcmul_(parameter, weight)
+            else:
+                parameter.grad.add_(parameter, alpha=weight)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The mean over data points of ``-log p``, 0-dim, up to what does not depend on the outputs: of a regression at the learned
@@ -350,12 +360,24 @@ class EvidenceCallback:
 
     def _put(self) -> None:
         """Give optimizers, and :meth:`penalised`, the present precisions."""
+        if self._prior.has_units:
+            pairs = zip(self._prior.parameters, self._prior.of_parameters(), strict=False)
+            self._left = [(p, (own / self.n_data).to(p.dtype)) for p, own in pairs]
+            return
         precisions = (self._prior.log_precision.detach().exp() / self.n_data).tolist()
         for optimizer, places in self._attached:
             for place, number in places.items():
                 optimizer.param_groups[place]["weight_decay"] = precisions[number]
         pairs = zip(self._prior.parameters, self._prior.numbers, strict=False)
         self._left = [(p, precisions[number]) for p, number in pairs if id(p) not in self._decayed]
+
+    def _require_one_each(self, where: str) -> None:
+        """ValueError where a parameter tensor has several precisions."""
+        if self._prior.has_units:
+            raise ValueError(
+                f"{OWNER}.{where}: prior_structure='unit' has a precision for each row, and an optimizer one weight_decay for a tensor; "
+                "attach(optimizer, weight_decay=False), and take the loss' penalised(loss)."
+            )
 
 
 @contextlib.contextmanager

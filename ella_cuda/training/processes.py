@@ -294,7 +294,7 @@ def train_epoch_together(
     """As :func:`ella_cuda.training.epoch.train_epoch`, of all ranks together, each with its slice of every batch."""
     step, ranks = together.step, together.ranks
     step.model.train()
-    penalty = step.begin_epoch(prior.precision().detach(), float(prior.sigma().detach()), points.count)
+    penalty = step.begin_epoch(prior.of_parameters(), float(prior.sigma().detach()), points.count)
     device = step.parameters[0].device
     parts: Iterator[tuple[Part, str | None]] = iter(())
     following, error, digest = None, None, None

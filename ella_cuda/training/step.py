@@ -41,17 +41,24 @@ class TrainingStep:
         self._weight_of = list(self._weights.unbind())
         self.variance = like.new_zeros(())
 
-    def begin_epoch(self, precision: Tensor, sigma: float, n_data: int) -> float:
-        """Start the epoch's sums at the precisions, those of the first parameter tensors, and the noise scale; the others have no prior.
-        Returns the prior's part of the objective at the present weights."""
-        weights = F.pad(precision / n_data, (0, len(self.parameters) - len(precision)))
+    def begin_epoch(self, precision: Tensor | Sequence[Tensor], sigma: float, n_data: int) -> float:
+        """Start the epoch's sums at the precisions of the first parameter tensors, a number for each or as large as each, and the noise
+        scale; the others have no prior. Returns the prior's part of the objective at the present weights."""
         with torch.no_grad():
-            self._weights.copy_(weights)
             self.variance.fill_(sigma**2)
             for total in (self.total, self.correct, self.counted):
                 total.zero_()
-            norms = torch.stack([n.double() for n in torch._foreach_norm(self.parameters)])
-            return float((0.5 * weights * norms.square()).sum())
+            if isinstance(precision, Tensor):
+                weights = F.pad(precision / n_data, (0, len(self.parameters) - len(precision)))
+                self._weights.copy_(weights)
+                norms = torch.stack([n.double() for n in torch._foreach_norm(self.parameters)])
+                return float((0.5 * weights * norms.square()).sum())
+            for place, own in enumerate(precision):
+                if not self._weight_of[place].dim():  # recorded steps read where the first epoch has put it
+                    self._weight_of[place] = torch.empty_like(self.parameters[place])
+                self._weight_of[place].copy_(own / n_data)
+            pairs = zip(precision, self.parameters, strict=False)
+            return float(sum(0.5 / n_data * (own * p.double().square()).sum() for own, p in pairs))
 
     def epoch_means(self, images: int) -> tuple[float, float | None]:
         """Mean of the data losses of the epoch's images, and share of the targets that were predicted; None where there are no classes, or

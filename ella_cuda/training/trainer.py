@@ -73,7 +73,7 @@ class Evaluation:
     )  # data fit, mean over the epoch's data points, plus the prior's part at the epoch's start; None before the first
     accuracy: float | None  # of the training batches as they were seen, fraction; None without classes
     neg_log_marginal_likelihood: float | None  # per data point; None without an evidence step
-    prior_precision: list[float]  # per parameter tensor
+    prior_precision: list[float]  # per parameter tensor, the geometric mean of its units'
     effective_parameters: dict[str, float] | None  # per parameter tensor
     sigma_noise: float
     inverse_lengthscale: dict[str, float]  # per basis of a sparsified layer, by its name
@@ -132,7 +132,7 @@ class MarglikTrainer:
                 "marglik_training: marglik_loader must be given where train_loader augments its images: the evidence is that of the data "
                 "as they are. Pass a TensorLoader of the same data without augment."
             )
-        self._prior = Prior(self.model, self._likelihood, la.parameter_names, prior)
+        self._prior = Prior(self.model, self._likelihood, la, prior)
         self._prior.graphs = CudaGraphs if steps.cuda_graph else None
         self._optimizer = make_optimizer(steps.optimizer_cls, self._prior.parameters, steps.optimizer_kwargs)
         groups = self._prior.described(self._optimizer)  # before a scheduler changes their rates
@@ -545,7 +545,7 @@ class MarglikTrainer:
         """What is recorded, of an evidence step with la's evidence, for one wait for the device; ValueError where a precision or the noise
         scale is not positive and finite."""
         bases, neg_log_q, effective = bases_of(self.model), None, None
-        parts = [self._prior.precision(), *(basis.inverse_lengthscale.double() for basis in bases.values())]
+        parts = [self._prior.of_tensors(), *(basis.inverse_lengthscale.double() for basis in bases.values())]
         if la is not None:
             terms = present_terms(la)
             parts += [terms.effective, torch.add(la.log_likelihood, terms.value, alpha=-0.5)]
@@ -635,7 +635,8 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         lr_hyp: Adam's learning rate on the log hyperparameters.
         prior_structure: which tensors share a precision: "layerwise" (none: one precision per tensor), "module" (the tensors of
             one module), "normalised" (all tensors that no normalisation layer follows; those of every layer that one follows, see
-            :func:`ella_cuda.laplace.prior_groups`) or "scalar" (all).
+            :func:`ella_cuda.laplace.prior_groups`), "scalar" (all), or "unit": each output unit of a weight, a row or an output channel, has
+            one, and each other tensor (see :attr:`ella_cuda.laplace.KronLaplace.unit_precisions`).
         n_epochs_burnin: the first evidence step is after the first multiple of ``marglik_frequency`` above it, as in the paper's
             recipe (laplace-torch does one at a multiple equal to it too).
         n_hypersteps: hyperparameter steps per evidence step, of "mackay" at most.

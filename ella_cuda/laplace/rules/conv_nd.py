@@ -62,9 +62,10 @@ class ConvTransposeRule(Rule):
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
-        b = m.out_channels // m.groups * math.prod(m.kernel_size)
+        patch = math.prod(m.kernel_size)
+        b = m.out_channels // m.groups * patch
         return {
-            "weight": FactorShape(m.groups, m.in_channels // m.groups, b, m.groups, layout="gab"),
+            "weight": FactorShape(m.groups, m.in_channels // m.groups, b, m.groups, layout="gab", unit_outputs=patch),
             "bias": FactorShape.bias(m.out_channels),
         }
 

@@ -45,8 +45,8 @@ class FactoredLinear2dRule(Rule):
         c, d, x, y = m.in_channels, m.out_channels, m.weight_in[0, 0].numel(), m.weight_out[0, 0].numel()
         per_channel = self.resolution == "per_channel"
         shapes = {
-            "weight_in": FactorShape(c, x, d, c if per_channel else 1, layout="bga"),
-            "weight_out": FactorShape(d, c, y, d if per_channel else 1, layout="gab"),
+            "weight_in": FactorShape(c, x, d, c if per_channel else 1, layout="bga", units="b"),
+            "weight_out": FactorShape(d, c, y, d if per_channel else 1, layout="gab", units="g"),
         }
         return shapes | {"bias_in": FactorShape.bias(d), "bias_out": FactorShape.bias(y)}
 
@@ -205,7 +205,9 @@ class SparseFactoredLinear2dRule(FactoredLinear2dRule):
         c, d, a, b = m.in_channels, m.out_channels, m.basis_in.num_anchors, m.basis_out.num_anchors
         per_channel = self.resolution == "per_channel"
         return {
-            "weight_in": FactorShape(c, a, d, c if per_channel else 1, input_basis=m.basis_in, layout="bga"),
-            "weight_out": FactorShape(d, c, b, d if per_channel else 1, output_basis=m.basis_out, layout="gab"),
+            "weight_in": FactorShape(c, a, d, c if per_channel else 1, input_basis=m.basis_in, layout="bga", units="b"),
+            "weight_out": FactorShape(
+                d, c, b, d if per_channel else 1, output_basis=m.basis_out, layout="gab", units="g"
+            ),
             "bias_in": FactorShape.bias(d),
         }

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, Likelihood
+from ella_cuda.laplace.base import BaseLaplace
 from ella_cuda.laplace.evidence import set_values
 from ella_cuda.laplace.prior_structure import group_indices
-from ella_cuda.laplace.tuning import Groups, climb, fixed_points
+from ella_cuda.laplace.tuning import climb, fixed_points, groups_of
 from ella_cuda.training.checks import in_words
 from ella_cuda.training.learners.learner import Learner
 
@@ -26,27 +27,29 @@ STEP_LIMIT = 2.3  # of a logarithm: a factor of ten
 
 
 class Prior(Learner):
-    """Log precisions, one per group of parameter tensors, and the log noise scale; float64 whatever the model's dtype.
+    """Log precisions, one per group of parameter tensors or per output unit, and the log noise scale; float64 whatever the model's dtype.
 
     Args:
         model: of the parameters.
         likelihood: whether there is a noise scale to learn.
-        served: names of the trainable parameters that have a precision; others are trained without a prior.
+        la: of the trainable parameters that have a precision; others are trained without a prior.
         options: :class:`ella_cuda.training.arguments.PriorOptions`.
     """
 
     name = "prior"
     graphs: Callable[[torch.device], Any] | None = None  # what makes the CudaGraphs that record steps of Adam
 
-    def __init__(self, model: nn.Module, likelihood: Likelihood, served: Sequence[str], options: PriorOptions) -> None:
+    def __init__(self, model: nn.Module, likelihood: Likelihood, la: BaseLaplace, options: PriorOptions) -> None:
         self._options = options
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.names = list(served)
-        self._all_names = [*self.names, *(name for name in named if name not in set(served))]
+        self.names = list(la.parameter_names)
+        self._all_names = [*self.names, *(name for name in named if name not in set(self.names))]
         self.parameters = [named[name] for name in self._all_names]  # those without a precision come last
         device = self.parameters[0].device
-        self.numbers = group_indices(options.prior_structure, self.names, model)  # of each tensor's precision
-        self.groups = Groups(self.numbers, device)
+        self.groups, self.has_units = groups_of(la, options.prior_structure), options.prior_structure == "unit"
+        self._units = [*la._units.values()] if self.has_units else []  # of each tensor
+        # Of each tensor's precision; of units a tensor has several.
+        self.numbers = [] if self.has_units else group_indices(options.prior_structure, self.names, model)
         like: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.log_precision = torch.full((self.groups.count,), math.log(options.prior_prec_init), **like)
         self.log_sigma = torch.tensor(math.log(options.sigma_noise_init), **like)
@@ -56,8 +59,24 @@ class Prior(Learner):
             self.optimizer = torch.optim.Adam(learned, lr=options.lr_hyp, fused=True)
 
     def precision(self) -> Tensor:
-        """δ, one per parameter tensor."""
+        """δ, one per parameter tensor or unit."""
         return self.groups.spread(self.log_precision.exp())
+
+    def of_tensors(self) -> Tensor:
+        """δ, one per parameter tensor, the geometric mean of its units'."""
+        if not self.has_units:
+            return self.precision()
+        return torch.stack([part.mean() for part in self._of_units(self.log_precision)]).exp()
+
+    def of_parameters(self) -> Tensor | list[Tensor]:
+        """δ, one per parameter tensor in one vector; of units as large as each tensor that has a precision."""
+        if not self.has_units:
+            return self.precision().detach()
+        parts = zip(self._units, self._of_units(self.precision().detach()), self.parameters, strict=False)
+        return [shape.of_elements(own).view_as(p) for shape, own, p in parts]
+
+    def _of_units(self, values: Tensor) -> tuple[Tensor, ...]:
+        return values.split([shape.unit_count for shape in self._units])
 
     def sigma(self) -> Tensor:
         """σ, 0-dim."""
@@ -102,7 +121,7 @@ class Prior(Learner):
             log_precision, log_sigma, _ = fixed_points(la, steps, self.groups, self._learns_sigma, limit=limit)
             self.put(log_precision, log_sigma if self._learns_sigma else self.log_sigma)
         else:
-            graphs = None if self.graphs is None else self.graphs(self.log_sigma.device)
+            graphs = None if self.graphs is None or self.has_units else self.graphs(self.log_sigma.device)
             climb(la, self.optimizer, self.groups, steps, 1 / la.n_data, graphs, progress_bar=False)
         set_values(la, self.precision(), self.sigma(), checked=True)
 

@@ -261,3 +261,10 @@ def test_plans_follow_the_scale():
             assert s.settings["burn_in"] < s.settings["epochs"]
     digits = EXPERIMENT.plan(["ranges"], (0,), None, ["digits"])
     assert digits[0].settings["train_size"] == 1437
+
+
+@pytest.mark.parametrize("steps", [9, 11, 39, 990])
+def test_amounts_can_come_to_the_full_circle(steps):
+    """Adam goes the sum of its rates in ``raw`` at most: the way is that between the inverse softplus of both ends."""
+    way = math.log(math.expm1(math.pi)) - math.log(math.expm1(images.INIT))
+    assert steps * images.amount_rate(steps) >= way

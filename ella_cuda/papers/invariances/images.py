@@ -28,7 +28,7 @@ HIDDEN, CHANNELS = 1000, (6, 16, 120, 84)
 BATCH, RATE = 1000, 5e-3  # of the weights, by Adam, down to 1e-6 along a cosine
 LEAST_RATE = 1e-6
 AMOUNT_RATE = 0.05  # of the amounts, before the softplus
-REACH, FASTEST = 8.0, 0.3  # where steps are few, the rate with which all reach so far, at most the second
+REACH, FASTEST = 8.0, 0.6  # where steps are few, the rate with which all reach so far, at most the second
 INIT = 0.1
 BURN_IN = 10
 EVIDENCE_BATCH = 256
@@ -164,6 +164,11 @@ class Augerino(torch.optim.Adam):
         return result
 
 
+def amount_rate(steps: int) -> float:
+    """Of the amounts, in each of so many evidence steps: from 9 steps on their sum takes rotation from ``INIT`` to 180°."""
+    return min(max(AMOUNT_RATE, REACH / steps), FASTEST)
+
+
 def trained(
     make: Callable[[], nn.Module],
     dataset: Dataset,
@@ -191,13 +196,11 @@ def trained(
     steps = max(epochs - settings["burn_in"] - 1, 1)
     options: dict[str, Any] = {"optimizer_kwargs": {"lr": RATE}}
     if method == "evidence":
-        rate = min(max(AMOUNT_RATE, REACH / steps), FASTEST)
         augment = AffineAugment(settings["copies"], init=INIT).to(work.device)
         options |= {
             "augment": augment,
             "learn": ["augmentation"],
-            "lr_aug": rate,
-            "lr_aug_min": rate / 10,
+            "lr_aug": amount_rate(steps),
             "aug_sampling": "sobol",
         }
     elif method == "augerino":

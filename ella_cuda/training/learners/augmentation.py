@@ -79,8 +79,8 @@ class Augmentation(BufferLearner):
             rate = 1.006 * max(needed for *_, needed in short) / n_steps  # which rounding leaves large enough
             warn(
                 f"marglik_training: learn=['augmentation']: the rates of the {n_steps} evidence steps sum to {way:.3g}, which takes "
-                f"{', '.join(words)}, whatever the evidence says. If it may be more, pass lr_aug={rate:.3g} and no lr_aug_min, take more "
-                "evidence steps (n_epochs, marglik_frequency, n_epochs_burnin), or start at a larger amount."
+                f"{', '.join(words)}, whatever the evidence says. If it may be more, pass lr_aug={rate:.3g} (--lr-aug) and no lr_aug_min, "
+                "take more evidence steps (n_epochs, marglik_frequency, n_epochs_burnin), or start at a larger amount."
             )
 
     def gradients(self, la: KronLaplace, loader: Iterable[Any]) -> dict[str, Tensor]:

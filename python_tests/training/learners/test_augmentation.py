@@ -155,7 +155,7 @@ def test_amounts_that_no_gradient_brings_to_their_limit_are_told(constraint, sta
     most = math.log1p(math.exp(start + way)) if constraint == "softplus" else start + way
     assert f"rotation to at most {most:.3g} of its limit 3.14, " in told and "tx" not in told
     assert made.model.augment.amounts()["rotation"] == pytest.approx(most, rel=1e-5)
-    reaching = float(re.search(r"lr_aug=([\d.]+)", told)[1])
+    reaching = float(re.search(r"lr_aug=([\d.]+) \(--lr-aug\)", told)[1])
     need = (math.log(math.expm1(math.pi)) if constraint == "softplus" else math.pi) - start
     assert need <= 4 * reaching < 1.02 * need
     with warnings.catch_warnings():

@@ -75,15 +75,18 @@ class PolyphaseSample(nn.Module):
 
 
 class Factored(nn.Module):
-    """:class:`ella_cuda.nn.FactoredLinear2d` without biases, in torch's products."""
+    """:class:`ella_cuda.nn.FactoredLinear2d` without its output bias, in torch's products."""
 
-    def __init__(self, weight_in: Tensor, weight_out: Tensor) -> None:
+    def __init__(self, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None) -> None:
         super().__init__()
         self.weight_in, self.weight_out = nn.Parameter(weight_in), nn.Parameter(weight_out)
+        self.bias_in = None if bias_in is None else nn.Parameter(bias_in)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H', W')``."""
         z = torch.einsum("ncx,dcx->ndc", x.flatten(2), self.weight_in.flatten(2))
+        if self.bias_in is not None:
+            z = z + self.bias_in[:, None]
         return torch.einsum("ndc,dcy->ndy", z, self.weight_out.flatten(2)).unflatten(2, self.weight_out.shape[2:])
 
 
@@ -121,12 +124,12 @@ class Placed(nn.Module):
 
 
 class Sum(nn.Module):
-    """The sum of paths and of a constant ``bias``, ``(D, H', W')`` or ``(D, 1, 1)``, or None."""
+    """The sum of paths, of a ``bias``, ``(D, H', W')`` or ``(D, 1, 1)``, and of a bias of all channels, ``(1, H', W')``; each may be None."""
 
-    def __init__(self, paths: Mapping[str, nn.Module], bias: Tensor | None) -> None:
+    def __init__(self, paths: Mapping[str, nn.Module], bias: Any, of_positions: Any) -> None:
         super().__init__()
         self.paths = nn.ModuleDict(paths)
-        self.bias = None if bias is None else nn.Parameter(bias)
+        self.bias, self.of_positions = _spread(bias), _spread(of_positions)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H', W')``."""
@@ -134,7 +137,10 @@ class Sum(nn.Module):
         total = first(x)
         for path in others:
             total = total + path(x)
-        return total if self.bias is None else total + self.bias
+        for bias in (self.bias, self.of_positions):
+            if bias is not None:
+                total = total + bias
+        return total
 
 
 @torch.no_grad()
@@ -252,19 +258,20 @@ def _plain(
         return PolyphaseSample(module.norm), None
     else:
         raise ValueError(f"compact: {name} is a {type(module).__name__}, which has no plain form here.")
-    found, biases, dead, channels = {}, [], [], 0
+    found, biases, maps, dead, channels = {}, [], [], [], 0
     for path, layer in paths.items():
         within = ".".join(part for part in (name, path) if part)
-        made, bias, channels = _plain_path(within, layer, 1 / len(paths))
+        made, bias, of_positions, channels = _plain_path(within, layer, 1 / len(paths))
         off = _off(within, layer, gamma, threshold, channels)
         dead.append(off)
         kept = [c for c in range(channels) if c not in off]
         if off and path:  # of a single layer, units leave later, or not at all
-            bias = bias + _constants(made, off, channels)
+            bias = bias + _constants(made, off)
             if kept:
                 _keep_outputs(made, kept)
                 made = Placed(made, kept, channels)
         biases.append(bias)
+        maps.append(of_positions)
         if kept or not path:
             found[path] = made
     gone = sorted(set.intersection(*dead))
@@ -273,48 +280,51 @@ def _plain(
     if "" in paths:
         made = found[""]
         if not isinstance(made, (nn.Linear, nn.Conv2d)):
-            made = Sum({"path": made}, _spread(biases[0]))
+            made = Sum({"path": made}, biases[0], maps[0])
         return made, (layer, gone)
     if not found:  # one path with one unit stays
         path = min(paths, key=lambda p: sum(q.numel() for q in paths[p].parameters()))
         own = f"{name}.{path}."
         gamma = {n: torch.full_like(g, math.inf) if n.startswith(own) else g for n, g in gamma.items()}
         return _plain(name, module, gamma, threshold)
-    return Sum(found, _spread(sum(biases))), (layer, gone)
+    return Sum(found, sum(biases), sum(maps)), (layer, gone)
 
 
-def _plain_path(name: str, layer: nn.Module, weight: float) -> tuple[nn.Module, Any, int]:
-    """A path times a weight: its module, the constant that is to be added, ``(D, H', W')``, ``(D, 1, 1)`` or 0, and its output channels."""
+def _plain_path(name: str, layer: nn.Module, weight: float) -> tuple[nn.Module, Any, Any, int]:
+    """A path times a weight: its module, constants to be added, ``(D, H', W')`` and ``(1, H', W')`` or 0, and its output channels."""
     if type(layer) is nn.Sequential:
         parts = [_plain_path(name, part, weight if i == 0 else 1.0) for i, part in enumerate(layer)]
-        return nn.Sequential(*(m for m, *_ in parts)), 0, parts[0][2]
+        return nn.Sequential(*(m for m, *_ in parts)), 0, 0, parts[0][3]
     if isinstance(layer, PolyphasePool2d):
-        return PolyphaseSample(layer.norm), 0, 0
-    if isinstance(layer, SparseConv2d):
-        layer = layer.to_dense()
-    if isinstance(layer, SparseFactoredLinear2d):
+        return PolyphaseSample(layer.norm), 0, 0, 0
+    if isinstance(layer, (SparseConv2d, SparseFactoredLinear2d)):
         layer = layer.to_dense()
     if isinstance(layer, nn.Linear):
-        return copy.deepcopy(layer), 0, layer.out_features
-    if isinstance(layer, (nn.Conv2d, StridedCircularConv2d)):
-        conv = _convolution(layer, weight)
-        if isinstance(layer, StridedCircularConv2d):
-            return nn.Sequential(conv, PolyphaseSample(layer.norm)), 0, layer.out_channels
-        return conv, 0, layer.out_channels
+        return copy.deepcopy(layer), 0, 0, layer.out_features
+    if isinstance(layer, nn.Conv2d):
+        return _convolution(layer, weight), 0, 0, layer.out_channels
+    if isinstance(layer, StridedCircularConv2d):
+        return nn.Sequential(_convolution(layer, weight), PolyphaseSample(layer.norm)), 0, 0, layer.out_channels
     if isinstance(layer, FullyConnected2d):
         sizes = layer.out_channels, *layer.out_size
         dense = layer.linear.weight.detach().view(*sizes, layer.in_channels, *layer.in_size)
         bias = 0 if layer.linear.bias is None else layer.linear.bias.detach().view(sizes) * weight
-        return Dense(dense * weight), bias, layer.out_channels
+        return Dense(dense * weight), bias, 0, layer.out_channels
     if isinstance(layer, FactoredLinear2d):
-        first, last = layer.weight_in.detach(), layer.weight_out.detach() * weight
-        bias = 0
-        if layer.bias_in is not None:
-            bias = (last.sum(1) * layer.bias_in.detach()[:, None, None]) + layer.bias_out.detach() * weight
-        if math.prod(layer.in_size) * math.prod(layer.out_size) <= math.prod(layer.in_size) + math.prod(layer.out_size):
-            return Dense(torch.einsum("dcxy,dcuv->duvcxy", first, last)), bias, layer.out_channels
-        return Factored(first.clone(), last), bias, layer.out_channels
+        first, last, biased = layer.weight_in.detach(), layer.weight_out.detach() * weight, layer.bias_in is not None
+        bias = layer.bias_in.detach().clone() if biased else None
+        of_positions = layer.bias_out.detach()[None] * weight if biased else 0
+        path = Factored(first.clone(), last, bias)
+        if math.prod(layer.in_size) * math.prod(layer.out_size) > math.prod(layer.in_size) + math.prod(layer.out_size):
+            return path, 0, of_positions, layer.out_channels
+        dense = torch.einsum("dcxy,dcuv->duvcxy", first, last)
+        return Dense(dense), _of_bias_in(path), of_positions, layer.out_channels
     raise ValueError(f"compact: {name} has a {type(layer).__name__}, which has no plain form here.")
+
+
+def _of_bias_in(path: Factored) -> Any:
+    """What the input's bias is in the output, ``(D, H', W')`` or 0."""
+    return 0 if path.bias_in is None else path.weight_out.detach().sum(1) * path.bias_in.detach()[:, None, None]
 
 
 def _convolution(layer: Any, weight: float) -> nn.Conv2d:
@@ -359,21 +369,26 @@ def _of(path: nn.Module) -> nn.Module:
     return path
 
 
-def _constants(path: nn.Module, off: set[int], channels: int) -> Any:
-    """What is left of units without their weights: a convolution's bias, ``(D, 1, 1)``; others have none."""
-    bias = getattr(_of(path), "bias", None)
+def _constants(path: nn.Module, off: set[int]) -> Any:
+    """What biases leave of units without their weights, as means over positions, ``(D, 1, 1)`` or 0."""
+    layer = _of(path)
+    if isinstance(layer, Factored):
+        bias = _of_bias_in(layer)
+        bias = None if isinstance(bias, int) else bias.mean((1, 2))
+    else:
+        bias = getattr(layer, "bias", None)
     if bias is None:
         return 0
-    at = torch.tensor([c in off for c in range(channels)], device=bias.device)
+    at = torch.tensor([c in off for c in range(len(bias))], device=bias.device)
     return torch.where(at, bias.detach(), torch.zeros_like(bias))[:, None, None]
 
 
-def _spread(bias: Any) -> Tensor | None:
+def _spread(bias: Any) -> nn.Parameter | None:
     """A constant as a bias: none where it is zero, one number a channel where positions do not differ."""
     if not isinstance(bias, Tensor) or not bias.any():
         return None
     first = bias[:, :1, :1]
-    return (first if torch.equal(bias, first.expand_as(bias)) else bias).clone()
+    return nn.Parameter((first if torch.equal(bias, first.expand_as(bias)) else bias).detach().clone())
 
 
 def _keep_outputs(path: nn.Module, kept: list[int]) -> None:
@@ -434,7 +449,7 @@ def _without_units(chain: list[nn.Module], layers: list[tuple[int, Outcome]], ex
         silent = copy.deepcopy(layer)  # the units without their weights: what is left is constant
         for path in _paths(silent):
             for name, p in _of(path).named_parameters():
-                if name != "bias":
+                if name.startswith("weight"):
                     p.zero_()
         constant = silent(x)
         each = 1
@@ -466,23 +481,20 @@ def _without_units(chain: list[nn.Module], layers: list[tuple[int, Outcome]], ex
 
 def _absorb(reader: nn.Module, constant: Tensor, gone: list[int], each: int) -> None:
     """Put what channels that leave bring to the reader into its bias; of a convolution the mean over positions."""
-    only = torch.zeros_like(constant)
     features = [c * each + i for c in gone for i in range(each)]
-    only[:, features] = constant[:, features]
     for path in _paths(reader):
         layer = _of(path)
         if isinstance(layer, nn.Linear):
-            brought = only @ layer.weight.mT
-            layer.bias = nn.Parameter(brought[0] if layer.bias is None else layer.bias + brought[0])
+            brought = layer.weight[:, features] @ constant[0, features]
+            layer.bias = nn.Parameter(brought if layer.bias is None else layer.bias + brought)
         elif isinstance(layer, nn.Conv2d):
-            brought = layer.weight.sum((2, 3)) @ only[0].mean((1, 2))
+            brought = layer.weight[:, gone].sum((2, 3)) @ constant[0, gone].mean((1, 2))
             layer.bias = nn.Parameter(brought if layer.bias is None else layer.bias + brought)
         else:
-            brought = path(only)[0]
-            reader.bias = nn.Parameter(brought if reader.bias is None else reader.bias + brought)
-    if isinstance(reader, Sum) and reader.bias is not None:
-        found = _spread(reader.bias.detach())
-        reader.bias = None if found is None else nn.Parameter(found)
+            alone = copy.deepcopy(path)
+            _keep_inputs(alone, gone, each)
+            brought = alone(constant[:, gone])[0]
+            reader.bias = _spread(brought if reader.bias is None else reader.bias + brought)
 
 
 def _keep_norm(norm: Any, kept: list[int]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.compact import compact
+from ella_cuda.compaction import compact
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
 from ella_cuda.nn import PolyphasePool2d

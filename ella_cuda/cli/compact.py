@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ella_cuda.cli.common import DONE, UsageError, named_device
 from ella_cuda.cli.runs import run_folder
-from ella_cuda.compact import compact
+from ella_cuda.compaction import compact
 from ella_cuda.experiments import load_run, prepare_for
 from ella_cuda.files import write_file
 from ella_cuda.reports.text import columns
@@ -53,7 +53,7 @@ def _compact(args: argparse.Namespace) -> int:
             import onnx  # noqa: F401
             import onnxscript  # noqa: F401
         except ModuleNotFoundError as error:
-            raise UsageError(f"--onnx needs {error.name}: pip install onnx onnxscript.") from error
+            raise UsageError(f"--onnx needs {error.name}: pip install 'ella_cuda[onnx]'.") from error
     folder = run_folder(args.run)
     out = folder if args.out is None else Path(args.out)
     if not out.is_dir():

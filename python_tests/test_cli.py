@@ -90,6 +90,24 @@ def test_train_then_inspect_then_resume(tmp_path, monkeypatch, capsys):
     assert "4 runs finished, 0 begun, 0 waiting" in seen
     (drawn,) = (Path(line.split()[2].rstrip(",")) for line in seen.splitlines() if line.startswith("Pictures in"))
     assert (drawn / "curves.png").exists()
+
+    assert cli.main(["compact", str(folder / rows[1]["run"]), "--out", str(tmp_path)]) == 0
+    assert "paths" in capsys.readouterr().out
+    loaded = experiments.load_run(folder / rows[1]["run"])
+    table, images = (
+        json.loads((tmp_path / "compact.json").read_text()),
+        experiments.prepare_for(loaded.config).test_images,
+    )
+    program = torch.export.load(tmp_path / "compact.pt2").module()
+    labels, was, now = experiments.prepare_for(loaded.config).test_labels, loaded.model(images), program(images)
+    for logits, accuracy, nll in zip((was, now), table["accuracy, %"], table["NLL, nats"], strict=True):
+        assert accuracy == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item(), abs=1e-3)
+        assert nll == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-4)
+    assert table["parameters"][0] == sum(p.numel() for p in loaded.model.parameters())
+    assert table["parameters"][1] == sum(p.numel() for p in program.parameters())
+    assert cli.main(["compact", str(folder / rows[1]["run"]), "--threshold", "0"]) == 2
+    assert cli.main(["compact", str(folder / rows[1]["run"]), "--out", "nowhere"]) == 2
+    capsys.readouterr()
     assert cli.main(["inspect", str(folder), "--json"]) == 0
     before = (folder / "summary.json").read_text()
     state = json.loads(capsys.readouterr().out)

@@ -32,6 +32,7 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     (
         own,
         looping,
+        compacting,
         predicting,
         alone,
         at_mode,
@@ -57,6 +58,8 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     exec(compile(looping, "use.md", "exec"), names)
     decays = [group["weight_decay"] for group in names["optimizer"].param_groups]
     assert decays == list(names["evidence"].weight_decay.values()) and len(names["evidence"].margliks) == 2
+    exec(compile(compacting, "use.md", "exec"), names)
+    assert names["report"].layers[-1].units == (10, 10) and names["small"](names["x"]).shape[1] == 10
     exec(compile(predicting, "use.md", "exec"), names)
     assert names["covariance"].shape == (20, 10, 10) and names["functions"].shape == (5, 20, 10)
     exec(compile(alone, "use.md", "exec"), names)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ella_cuda.cli.check import add_check
 from ella_cuda.cli.common import DONE, FAILED, INTERRUPTED, USAGE, UsageError
+from ella_cuda.cli.compact import add_compact
 from ella_cuda.cli.compare import add_compare
 from ella_cuda.cli.evaluate import add_evaluate
 from ella_cuda.cli.info import add_info
@@ -130,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         add_predict,
         add_compare,
         add_report,
+        add_compact,
         add_inspect,
         add_check,
         add_info,

@@ -154,17 +154,17 @@ def compact(
 
     A unit is an output channel or feature. It is off in a path where the data determine fewer than ``threshold`` of the elements of one of
     its weights, by ``la.effective_parameters(per_unit=True)``. Such a unit leaves the path; a path without units leaves its layer; a
-    unit that is off in all paths leaves the network with the weights that read it, and what its bias is after the activation goes into
-    the next layer's bias. That is exact where its weights are zero and its bias is the same at all positions; else it is the
-    approximation that the evidence makes, so compare the NLL. Of a layer one unit stays. Precisions per unit (``prior_structure="unit"``
-    in training) let training shrink these weights.
+    unit that is off in all paths leaves the network with the weights that read it, and its mean over ``example`` goes into the next layer's
+    bias, for a convolution the mean over positions. That is exact for units whose weights are zero and whose bias is the same at all
+    positions; of others it is an approximation, so compare the NLL. One unit of a layer stays. Training with a precision per unit
+    (``prior_structure="unit"``) shrinks weights of units that the data do not ask for.
 
     Args:
         model: :func:`ella_cuda.models.neyshabur`'s, or an ``nn.Sequential``, flat or nested, of which units leave linear layers and
             convolutions with one group that others of them read through activations, pooling, batch norms and flattening. Outputs
             stay. The model itself is not changed.
         la: fitted to it, for paths and units.
-        example: one input or a batch of them, for sizes; not needed of the first.
+        example: a batch of training inputs, for sizes and means; not needed of neyshabur's without ``la``.
         threshold: elements, positive.
 
     Returns:
@@ -184,15 +184,13 @@ def compact(
         raise ValueError("compact: la must be fitted to this model, and is of another one.")
     if not threshold > 0:
         raise ValueError(f"compact: threshold must be positive, got {threshold!r}.")
-    if example is None and not isinstance(model, Neyshabur):
-        raise ValueError("compact: example must be an input of the network, got None; pass one image.")
+    if example is None and (la is not None or not isinstance(model, Neyshabur)):
+        raise ValueError("compact: example must be training inputs, got None; pass a batch of them, (N, ...).")
     gamma = {} if la is None else la.effective_parameters(per_unit=True)
     with evaluation_mode(model):
         items = list(_items(model))
-        if isinstance(model, Neyshabur):
-            parameter = next(model.parameters())
-            example = parameter.new_zeros(1, model.in_channels, model.image_size, model.image_size)
-        example = example[:1]
+        if example is None:
+            example = next(model.parameters()).new_zeros(1, model.in_channels, model.image_size, model.image_size)
         whole = nn.Sequential(*(_plain(name, module, {}, 0.0)[0] for name, module in items)).eval()
         chain, layers = [], []
         for name, module in items:
@@ -200,10 +198,10 @@ def compact(
             chain.append(plain)
             if layer is not None:
                 layers.append((len(chain) - 1, layer))
-    small = _without_units(chain, layers, example)
+    small = _without_units(chain, layers, whole, example)
     parameters = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in small.parameters())
     return small, Report(
-        [layer for _, (layer, _) in layers], parameters, (_flops(whole, example), _flops(small, example))
+        [layer for _, (layer, _) in layers], parameters, (_flops(whole, example[:1]), _flops(small, example[:1]))
     )
 
 
@@ -427,37 +425,33 @@ def _readable(layer: nn.Module) -> bool:
     return all(not isinstance(_of(p), nn.Conv2d) or _of(p).groups == 1 for p in _paths(layer))
 
 
-def _without_units(chain: list[nn.Module], layers: list[tuple[int, Outcome]], example: Tensor) -> nn.Module:
-    """The chain without the units that are off and followed by a layer; entries of the report are completed."""
-    stages = dict(layers)
-    x, at = example, 0  # the input of chain[at]
+def _without_units(
+    chain: list[nn.Module], layers: list[tuple[int, Outcome]], whole: nn.Sequential, example: Tensor
+) -> nn.Module:
+    """The chain without the units that are off and followed by a layer; entries of the report are completed. ``whole`` is the chain with all
+    units, from which their means come."""
+    stages, means, sizes, x = dict(layers), {}, {}, example
+    for place, module in enumerate(whole):
+        if place in stages:
+            means[place] = x.mean(0, keepdim=True)
+        if isinstance(module, nn.Flatten):
+            sizes[place] = x[0, 0].numel()
+        x = module(x)
     for place, following in zip([*stages], [*stages][1:], strict=False):
-        for module in chain[at:place]:
-            x = module(x)
         entry, gone = stages[place]
         layer, reader = chain[place], chain[following]
-        between = chain[place + 1 : following]
-        at = place
+        between = range(place + 1, following)
         if (
             not gone
-            or not (_readable(layer) and _readable(reader))
-            or any(isinstance(m, PolyphaseSample) for m in between)
+            or not _readable(layer)
+            or not _readable(reader)
+            or any(isinstance(chain[i], PolyphaseSample) for i in between)
         ):
             continue
         gone = gone[1:] if len(gone) == entry.units[0] else gone
         kept = [c for c in range(entry.units[0]) if c not in gone]
-        silent = copy.deepcopy(layer)  # the units without their weights: what is left is constant
-        for path in _paths(silent):
-            for name, p in _of(path).named_parameters():
-                if name.startswith("weight"):
-                    p.zero_()
-        constant = silent(x)
-        each = 1
-        for module in between:
-            if isinstance(module, nn.Flatten):
-                each = constant[0, 0].numel()
-            constant = module(constant)
-        _absorb(reader, constant, gone, each)
+        each = math.prod(sizes.get(i, 1) for i in between)
+        _absorb(reader, means[following], gone, each)
         for path in _paths(layer):
             if isinstance(path, Placed):
                 path.among(kept)
@@ -465,12 +459,11 @@ def _without_units(chain: list[nn.Module], layers: list[tuple[int, Outcome]], ex
                 _keep_outputs(path, kept)
         if isinstance(layer, Sum) and layer.bias is not None:
             layer.bias = nn.Parameter(layer.bias.detach()[kept].clone())
-        for module in between:
-            if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-                _keep_norm(
-                    module,
-                    [c * each + i for c in kept for i in range(each)] if isinstance(module, nn.BatchNorm1d) else kept,
-                )
+        for i in between:
+            if isinstance(chain[i], nn.BatchNorm1d):
+                _keep_norm(chain[i], [c * each + i for c in kept for i in range(each)])
+            elif isinstance(chain[i], nn.BatchNorm2d):
+                _keep_norm(chain[i], kept)
         for path in _paths(reader):
             _keep_inputs(path, kept, each)
         entry.units = (entry.units[0], len(kept))

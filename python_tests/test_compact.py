@@ -83,7 +83,7 @@ def test_units_and_paths_that_are_off_leave_and_the_map_stays() -> None:
     names = dict(model.named_parameters())
     off = {n if n in names else n.replace("conv.", "conv.0."): rows for n, rows in OFF.items()}
     model, x = without(model, off), images()
-    small, report = compact(model, switched_off(model, off))
+    small, report = compact(model, switched_off(model, off), x)
     torch.testing.assert_close(small(x), model(x))
     entries = {entry.name: entry for entry in report.layers}
     assert entries["blocks.1"].paths == (("f_fc", "conv"), ("conv",))
@@ -96,7 +96,7 @@ def test_units_and_paths_that_are_off_leave_and_the_map_stays() -> None:
     # and where the rows are not zero the map is another: they have left
     for name, rows in off.items():
         model.get_parameter(name).data[rows] = 1
-    assert (compact(model, switched_off(model, off))[0](x) - model(x)).abs().max() > 1e-3
+    assert (compact(model, switched_off(model, off), x)[0](x) - model(x)).abs().max() > 1e-3
 
 
 def plain() -> nn.Module:
@@ -143,8 +143,8 @@ def test_units_that_evidence_switches_off_leave() -> None:
 def test_the_network_is_exported(layer: str) -> None:
     model = network(layer).float()
     off = {n: [0, 1] for n, p in model.named_parameters() if ".5." in n and p.dim() > 2}
-    small, _ = compact(model, switched_off(model, off))
     x = images(2).float()
+    small, _ = compact(model, switched_off(model, off), x)
     program = torch.export.export(small, (x,), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
     torch.testing.assert_close(program.module()(images(5).float()), small(images(5).float()))
     assert not any("ella_cuda" in str(node.target) for node in program.graph.nodes)
@@ -167,7 +167,7 @@ def test_what_cannot_be_plain_says_so() -> None:
     x = torch.randn(1, 2, 10, 10, dtype=torch.float64)
     with pytest.raises(ValueError, match="group convolutions have no plain form"):
         compact(neyshabur("gconv", width=1))
-    with pytest.raises(ValueError, match="example must be an input"):
+    with pytest.raises(ValueError, match="example must be training inputs, got None"):
         compact(model)
     with pytest.raises(TypeError, match=r"or an nn\.Sequential, got Bilinear"):
         compact(nn.Bilinear(2, 2, 2), None, x)

@@ -60,7 +60,7 @@ def _compact(args: argparse.Namespace) -> int:
         raise UsageError(f"--out must be a folder that is there, got {str(out)!r}.")
     run = load_run(folder, str(named_device("cpu")), fit=True, data_dir=args.data_dir)
     data = prepare_for(run.config, args.data_dir)
-    small, report = compact(run.model, run.la, data.test_images[:1], threshold=args.threshold)
+    small, report = compact(run.model, run.la, data.train_images[:500], threshold=args.threshold)
     before, after = (_measured(m, data.test_images, data.test_labels) for m in (run.model, small))
     rows = {
         "parameters": [*report.parameters],

@@ -78,7 +78,8 @@ class EvidenceCallback:
         outputs: of "ntk", "together" or "apart".
         n_data: N, where a pass over the loader does not yield it.
         group: a ``torch.distributed`` group, whose processes make the evidence step together: all call this with the same arguments and
-            the same whole loader, and :meth:`step` in the same epochs. Each takes its share of the loader's batches.
+            the same whole loader, and :meth:`step` in the same epochs. Each takes its share of the loader's batches, or of the step's
+            ``batches``.
         options: ``prior_structure``, ``prior_prec_init``, ``sigma_noise_init``, ``fix_sigma_noise``, ``hyper_optimizer``,
             ``hyper_step_limit``, ``lr_hyp``, ``n_hypersteps``, ``fisher``, ``resolution``, ``approximation``, ``unknown``,
             ``column_tolerance``, ``dict_key_x``, ``dict_key_y``, ``ignore_index``: as of :func:`ella_cuda.marglik_training`.

@@ -41,6 +41,8 @@ def test_a_plain_loop_of_several_processes_is_that_of_one(processes, options):
     expected = works.plain_loop(options, False)["found"]
     values = processes.run("plain_loop", 2, options)
     assert values[0]["drawn next"] != values[1]["drawn next"], "ranks keep their random states"
+    assert values[0]["fits"] == values[1]["fits"]
+    assert not options or values[0]["fits"][0] != values[0]["fits"][1], "the same subset twice"
     found = [value["found"] for value in values]
     for one in found:
         assert same(one, found[0]) and one["margliks"] == pytest.approx(expected["margliks"], rel=1e-9)

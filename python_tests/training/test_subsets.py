@@ -35,10 +35,13 @@ class Noted(Learner):
     name = "noted"
 
     def __init__(self, buffer: Tensor) -> None:
-        self.buffer, self.seen = buffer, []
+        self.buffer, self.seen, self.inputs = buffer, [], []
 
     def tensors(self) -> dict[str, Tensor]:
         return {"scale": self.buffer}
+
+    def gradients(self, la, loader) -> None:
+        self.inputs.append(torch.cat([x for x, _ in loader]))
 
     def step(self, la, gradients) -> None:
         self.seen.append(gradients["scale"].clone())
@@ -105,6 +108,7 @@ def test_the_data_fits_gradient_is_right_on_average_over_all_subsets():
     trainer = MarglikTrainer(model, [(x, y)], marglik_loader=orders, **how)
     for _ in subsets:
         trainer.evidence_step()
+    assert all(torch.equal(seen, x[some]) for seen, some in zip(noted.inputs, subsets, strict=True))
     scale = model.scale.clone().requires_grad_()
     loss = nn.functional.cross_entropy(model.layers(x * scale), y)
     (expected,) = torch.autograd.grad(-loss, [scale])

@@ -55,19 +55,25 @@ class Steps(_Checked):
     n_epochs: int = 300
     n_epochs_burnin: int = 0
     marglik_frequency: int = 1
+    evidence_batch: int | None = None
     keep: Keep = "last"
     cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         self._choose(objective=get_args(Objective), keep=get_args(Keep))
-        self._count(1, "n_epochs", "marglik_frequency")
+        self._count(1, "n_epochs", "marglik_frequency", "evidence_batch")
         self._count(0, "n_epochs_burnin")
+        if self.evidence_batch is not None and self.keep == "best":
+            raise ValueError(
+                "marglik_training: keep must be 'last' with evidence_batch: evidences of different data points do not say which step is best."
+            )
 
     @property
     def schedule(self) -> dict[str, Any]:
         """What decides when evidence steps come, by argument."""
         names = ("objective", "n_epochs", "n_epochs_burnin", "marglik_frequency")
-        return {name: getattr(self, name) for name in names}
+        subsets = {} if self.evidence_batch is None else {"evidence_batch": self.evidence_batch}
+        return {name: getattr(self, name) for name in names} | subsets
 
     @property
     def before_the_last(self) -> int:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, SequentialSampler
 
 from ella_cuda.distributed import Ranks, Shard, require_whole
 from ella_cuda.laplace import DiagLaplace, KronLaplace, Likelihood, NTKLaplace
@@ -32,6 +31,7 @@ from ella_cuda.training.learners import Prior
 from ella_cuda.training.points import Points, points_of
 from ella_cuda.training.processes import OneProcess, share_random_state, step_together
 from ella_cuda.training.start import require_passes, try_evidence
+from ella_cuda.training.subsets import require_shuffled
 
 OWNER = "EvidenceCallback"
 FORMS = {"kron": KronLaplace, "diag": DiagLaplace, "ntk": NTKLaplace}
@@ -78,7 +78,8 @@ class EvidenceCallback:
         outputs: of "ntk", "together" or "apart".
         n_data: N, where a pass over the loader does not yield it.
         group: a ``torch.distributed`` group, whose processes make the evidence step together: all call this with the same arguments and
-            the same whole loader, and :meth:`step` in the same epochs. Each takes its share of the loader's batches.
+            the same whole loader, and :meth:`step` in the same epochs. Each takes its share of the loader's batches, or of the step's
+            ``batches``.
         options: ``prior_structure``, ``prior_prec_init``, ``sigma_noise_init``, ``fix_sigma_noise``, ``hyper_optimizer``,
             ``hyper_step_limit``, ``lr_hyp``, ``n_hypersteps``, ``fisher``, ``resolution``, ``approximation``, ``unknown``,
             ``column_tolerance``, ``dict_key_x``, ``dict_key_y``, ``ignore_index``: as of :func:`ella_cuda.marglik_training`.
@@ -89,7 +90,8 @@ class EvidenceCallback:
         n_data: N.
 
     Raises:
-        TypeError, ValueError: as :func:`ella_cuda.marglik_training`; ``batches`` of a loader that is never shuffled, or with a group.
+        TypeError, ValueError: as :func:`ella_cuda.marglik_training`; ``batches`` of a loader that is never shuffled, another form
+            than "kron" with a group.
 
     Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021, algorithm 1; Immer et
     al., "Stochastic marginal likelihood gradients using neural tangent kernels", ICML 2023 (``batches``).
@@ -123,12 +125,10 @@ class EvidenceCallback:
         self._ranks = OneProcess() if group is None else Ranks(group, OWNER)
         self._whole = self._loader = loader
         if self.batches is not None:
-            _require_subsets(loader)
+            require_shuffled(loader, f"{OWNER}: batches")
         if group is not None:
-            if self.batches is not None or self.form != "kron":
-                raise ValueError(
-                    f"{OWNER}: a group shares one pass over all data of form='kron', got form={form!r} and batches={batches}; leave out one."
-                )
+            if self.form != "kron":
+                raise ValueError(f"{OWNER}: a group shares a fit of form='kron', got form={form!r}; leave out one.")
             require_whole(loader, self._ranks.size, f"{OWNER}: loader")
             self._loader = Shard(loader, self._ranks.rank, self._ranks.size, group)
         self._settings = self._of_form(options, outputs)
@@ -176,7 +176,7 @@ class EvidenceCallback:
         Args:
             optimizer: of torch, with ``weight_decay`` among its groups' settings unless that is False here. Load its state, and that of
                 its schedule, after this.
-            scheduler: of ``torch.optim.lr_scheduler``, the schedule of its learning rates, where there is one already.
+            scheduler: of ``torch.optim.lr_scheduler``, the schedule of its learning rates where there is one already, or a list of several.
             weight_decay: False puts these parameters' decay to 0, and the prior's part is :meth:`penalised`'s.
 
         Raises:
@@ -281,7 +281,9 @@ class EvidenceCallback:
         augment = augment_of(self.model)
         with contextlib.ExitStack() as stack:
             if self._ranks.group is not None:
-                stack.enter_context(kept_random_state([self._whole]))
+                if self.batches is not None:
+                    torch.rand(())  # or the next step, from the state that is kept, may draw the same data points
+                stack.enter_context(kept_random_state([] if self.batches is not None else [self._whole]))
                 share_random_state([self._whole], device, self._ranks)
             if augment is not None:
                 stack.enter_context(augment.held())
@@ -349,13 +351,16 @@ class EvidenceCallback:
 
     def _fitted(self) -> BaseLaplace:
         """At the present weights, of all data or of some batches."""
-        la = self._new_laplace()
+        la, loader, how = self._new_laplace(), self._loader, {}
+        if self._ranks.group is not None:
+            how = {"group": self._ranks.group}
+        if self.batches is not None:
+            loader = self._ranks.together(lambda: list(itertools.islice(self._whole, self.batches)))
+            if how:
+                loader = Shard(loader, self._ranks.rank, self._ranks.size, self._ranks.group)
+        la.fit(loader, **how)
         if self.batches is None:
-            how = {} if self._ranks.group is None else {"group": self._ranks.group}
-            la.fit(self._loader, **how)
             self._points.require(la.n_data)
-        else:
-            la.fit(list(itertools.islice(self._loader, self.batches)))
         return la
 
     def _put(self) -> None:
@@ -398,17 +403,6 @@ def _parted(options: Mapping[str, Any]) -> tuple[PriorOptions, Curvature]:
     return prior, curvature
 
 
-def _require_subsets(loader: Any) -> None:
-    """ValueError where the first batches of a pass are the same in every pass."""
-    batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader if batches is None else batches, "sampler", None)
-    if isinstance(loader, (list, tuple)) or (isinstance(loader, DataLoader) and isinstance(sampler, SequentialSampler)):
-        raise ValueError(
-            f"{OWNER}: batches takes the first of a new pass, which of this loader are the same in every pass; pass a DataLoader with "
-            "shuffle=True."
-        )
-
-
 def _split(optimizer: torch.optim.Optimizer, scheduler: Any, number: Mapping[int, int]) -> dict[int, int]:
     """Split groups, so that parameters of one have one number, by their ids, or none; returns the numbers by the groups' places. New groups
     have the settings of those that they come from, and are last. ValueError where there is a schedule that is not given, or one whose lists
@@ -421,12 +415,14 @@ def _split(optimizer: torch.optim.Optimizer, scheduler: Any, number: Mapping[int
             by_number.setdefault(number.get(id(p)), []).append(p)
         names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
         named.append({key: [names[id(p)] for p in of] for key, of in by_number.items()} if names else {})
-    if scheduler is not None and not (isinstance(scheduler, LRScheduler) and scheduler.optimizer is optimizer):
-        raise ValueError(
-            f"{OWNER}.attach: scheduler must be one of torch.optim.lr_scheduler for this optimizer, got a {type(scheduler).__name__}; attach "
-            "before a schedule of another kind is made."
-        )
-    if scheduler is None and any(len(of) > 1 and "initial_lr" in g for of, g in zip(parts, groups, strict=True)):
+    schedules = scheduler if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
+    for one in schedules:
+        if not (isinstance(one, LRScheduler) and one.optimizer is optimizer):
+            raise ValueError(
+                f"{OWNER}.attach: scheduler must be of torch.optim.lr_scheduler for this optimizer, got a {type(one).__name__}; attach "
+                "before a schedule of another kind is made."
+            )
+    if not schedules and any(len(of) > 1 and "initial_lr" in g for of, g in zip(parts, groups, strict=True)):
         raise ValueError(
             f"{OWNER}.attach: the optimizer has a schedule, whose lists are of its groups, which are to be split: pass it, "
             "attach(optimizer, scheduler), or attach before it is made."
@@ -445,14 +441,13 @@ def _split(optimizer: torch.optim.Optimizer, scheduler: Any, number: Mapping[int
                 groups[place]["param_names"] = named[origin][key]
             if key is not None:
                 places[place] = key
-    _extend(scheduler, len(parts), origins)
+    for one in schedules:
+        _extend(one, len(parts), origins)
     return places
 
 
 def _extend(scheduler: Any, count: int, origins: list[int]) -> None:
     """Give a schedule of ``count`` groups, and those inside of it, lists of the groups that came of these."""
-    if scheduler is None:
-        return
     for name in OF_GROUPS:
         values = getattr(scheduler, name, None)
         if isinstance(values, list) and len(values) == count:

@@ -68,7 +68,7 @@ class EvidenceCallback(pl.Callback):
         ]
         for optimizer in having or trainer.optimizers:  # which is refused where none has any
             own = [schedule for schedule in schedules if getattr(schedule, "optimizer", None) is optimizer]
-            self.evidence.attach(optimizer, own[0] if own else None, weight_decay=self._weight_decay)
+            self.evidence.attach(optimizer, own, weight_decay=self._weight_decay)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Add the prior's gradient to that optimizer's parameters."""

@@ -17,7 +17,7 @@ from ella_cuda.distributed import Shard
 from ella_cuda.laplace import KronLaplace, Likelihood
 from ella_cuda.laplace.batches import dict_keys
 from ella_cuda.laplace.copies import augment_of
-from ella_cuda.laplace.evidence import present_terms, set_values
+from ella_cuda.laplace.evidence import present_terms, set_values, sharing_prior
 from ella_cuda.laplace.likelihoods import likelihood_of
 from ella_cuda.laplace.parameters import check_positive
 from ella_cuda.modes import differentiating
@@ -57,6 +57,7 @@ from ella_cuda.training.processes import (
 )
 from ella_cuda.training.start import make_optimizer, make_scheduler, require_passes, try_evidence
 from ella_cuda.training.step import TrainingStep
+from ella_cuda.training.subsets import first_points, require_shuffled
 
 PLAN = ("batch_size", "shuffle", "drop_last", "sampler", "augment")  # of a loader, what its batches depend on
 CALIBRATED_OUTPUTS = 100  # of a data point, of which calibrating takes gradients, and their square for each factor
@@ -150,9 +151,9 @@ class MarglikTrainer:
             session.progress_bar and first,
             self._keys,
         )
-        self._evidence_loader = self._loaders[1]
-        if self._ranks.group is not None:  # this rank's part of the evidence's data
-            self._evidence_loader = Shard(self._loaders[1], self._ranks.rank, self._ranks.size, self._ranks.group)
+        if evidence and steps.evidence_batch is not None:
+            require_shuffled(self._loaders[1], f"marglik_training: {self._evidence_name}: evidence_batch")
+        self._evidence_loader = self._own_part(self._loaders[1])
         self._augment, self._aug_sampling = augment_of(self.model), of_learners.get("aug_sampling")
         if self._augment is not None:
             with kept_random_state(self._loaders), self._held():  # refuses a sampling that it does not have
@@ -230,7 +231,7 @@ class MarglikTrainer:
             self._random_at_fit, self.la = self._best["random_at_fit"], None
             if self._graphed is not None:
                 self._graphed.forget()
-        if self._on_any(self.la is None or not self._is_present(self.la)):
+        if self._on_any(self.la is None or not self._is_present(self.la) or self._is_of_subset):
             self.la = self._new_laplace()
             # The fit of a finished run, resumed, of the best evidence again, or of a network that moved on since.
             if self._has_evidence:
@@ -278,9 +279,19 @@ class MarglikTrainer:
                 self._ranks.exchange(done), "Load one state on all ranks, and let all do the same steps."
             )
 
-    def _fit(self, la: KronLaplace) -> None:
-        """Fit to the evidence's data, all ranks' where there are several."""
-        la.fit(self._evidence_loader, group=self._ranks.group)
+    @property
+    def _is_of_subset(self) -> bool:
+        """Whether the last fit is of an evidence step's subset."""
+        return self._steps.evidence_batch is not None and self.la.n_data < self._evidence_points.count
+
+    def _own_part(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """This rank's batches of a loader that all have alike."""
+        ranks = self._ranks
+        return loader if ranks.group is None else Shard(loader, ranks.rank, ranks.size, ranks.group)
+
+    def _fit(self, la: KronLaplace, loader: Iterable[Any] | None = None) -> None:
+        """Fit to the evidence's data, or this rank's part of a subset, all ranks' where there are several."""
+        la.fit(self._evidence_loader if loader is None else loader, group=self._ranks.group)
 
     def _random_state(self) -> dict[str, Any]:
         return own_random_state(self._loaders, self._device, self._ranks)
@@ -365,16 +376,24 @@ class MarglikTrainer:
             return self._evidence_step(last)
 
     def _evidence_step(self, last: bool) -> Evaluation:
-        la = self._new_laplace()
+        la, loader, size = self._new_laplace(), self._evidence_loader, self._steps.evidence_batch
+        if size is not None:
+            where = f"marglik_training ({self._evidence_name})"
+            loader = self._own_part(
+                self._ranks.together(lambda: first_points(self._loaders[1], size, where, self._keys))
+            )
         inside = [learner for learner in self.learners if learner.tensors()]
         outside = [learner for learner in self.learners if learner not in inside]
         with self._differentiable():
-            self._fit(la)
-        self._evidence_points.require(la.n_data)
-        step_together(la, self._prior, outside, self._ranks)
-        evaluation = self._ranks.together(lambda: self._evaluation(la))
+            self._fit(la, loader)
+        if size is None:
+            self._evidence_points.require(la.n_data)
+        of = la.n_data if size is None else self._evidence_points.count
+        with sharing_prior(la, of):
+            step_together(la, self._prior, outside, self._ranks)
+            evaluation = self._ranks.together(lambda: self._evaluation(la))
         evaluation.neg_log_marginal_likelihood = self._ranks.from_first(evaluation.neg_log_marginal_likelihood)
-        self.margliks.append(evaluation.neg_log_marginal_likelihood * la.n_data)
+        self.margliks.append(evaluation.neg_log_marginal_likelihood * of)
         self.la = la
         if self._steps.keep == "best" and self.margliks[-1] <= min(self.margliks):
             self._best = {
@@ -388,7 +407,7 @@ class MarglikTrainer:
                 "random_at_fit": self._random_at_fit,
             }
         if inside and not last:
-            self._move_network(la, inside)
+            self._move_network(la, inside, loader)
         if self._graphed is not None and (inside or bases_of(self.model)):
             self._graphed.forget()  # bases keep matrices, which are others now
         return self._record(evaluation)
@@ -502,8 +521,8 @@ class MarglikTrainer:
         with self._augment.held(sampling=self._aug_sampling):
             yield
 
-    def _move_network(self, la: KronLaplace, learners: Sequence[Learner]) -> None:
-        """One step of learners inside the network, all along the gradient at the present values.
+    def _move_network(self, la: KronLaplace, learners: Sequence[Learner], loader: Iterable[Any]) -> None:
+        """One step of learners inside the network, all along the gradient at the present values, of this rank's part of the fit's data.
 
         Raises:
             FloatingPointError: a gradient is not finite; nothing has moved then.
@@ -512,7 +531,7 @@ class MarglikTrainer:
         for learner in learners:
             # A rank draws for its own data alone; batches must be of one plan.
             share_random_state(self._loaders, self._device, self._ranks)
-            found[learner] = self._ranks.together(lambda its=learner: its.gradients(la, self._evidence_loader))
+            found[learner] = self._ranks.together(lambda its=learner: its.gradients(la, loader))
         self._ranks.together(lambda: self._complete(la, learners, found))
         require_same_gradients(found, self._ranks)
         self._ranks.together(lambda: [learner.step(la, its_own) for learner, its_own in found.items()])
@@ -686,6 +705,11 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         hessian_structure, temperature, backend: laplace-torch's, not in the signature: "kron", 1 and None, which change nothing.
         marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``, unless that is a
             :class:`ella_cuda.data.TensorLoader` that augments. Its first images are tried before the first step.
+        evidence_batch: M, data points in an evidence step, the first of a new pass over a shuffled ``marglik_loader``; None is all N.
+            Precisions, noise, amounts, lengthscales and anchors then move up the estimate of :func:`ella_cuda.laplace.evidence_bound`: sums
+            over these data points, times N/M. The data fit's gradient, all that moves lengthscales and anchors beside the projections of held
+            factors, is right on average over subsets. That of the log determinant is not: it is biased towards higher precisions, less with
+            larger M. ``margliks`` and effective parameters are those of the M data points; ``la`` is fitted to all at the end.
         n_data: N, where it is not what a pass over ``train_loader`` and one over ``marglik_loader`` both yield: some images are drawn
             several times, dropped, or left out of the evidence. None takes N from the loader's ``dataset_size``, or from a
             ``DataLoader``'s data set and samplers; where these do not tell, batches are counted in one pass before the first step.

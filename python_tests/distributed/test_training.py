@@ -36,10 +36,13 @@ def test_a_training_of_several_processes_is_that_of_one(processes, ranks, loader
         assert same(one, found[0])
 
 
-def test_a_plain_loop_of_several_processes_is_that_of_one(processes):
-    expected = works.plain_loop(False)["found"]
-    values = processes.run("plain_loop", 2)
+@pytest.mark.parametrize("options", [{}, {"batches": 3}, {"batches": 1}])
+def test_a_plain_loop_of_several_processes_is_that_of_one(processes, options):
+    expected = works.plain_loop(options, False)["found"]
+    values = processes.run("plain_loop", 2, options)
     assert values[0]["drawn next"] != values[1]["drawn next"], "ranks keep their random states"
+    assert values[0]["fits"] == values[1]["fits"]
+    assert not options or values[0]["fits"][0] != values[0]["fits"][1], "the same subset twice"
     found = [value["found"] for value in values]
     for one in found:
         assert same(one, found[0]) and one["margliks"] == pytest.approx(expected["margliks"], rel=1e-9)
@@ -55,6 +58,13 @@ def test_a_plain_loop_of_several_processes_is_that_of_one(processes):
         {"network": "sparse", "learn": ["lengthscales", "anchors"]},
         {"network": "sparse", "learn": ["lengthscales"], "hold_factors": False},
         {"averaged": True, "n_epochs": 3},
+        {
+            "network": "sparse",
+            "learn": ["lengthscales"],
+            "hold_factors": False,
+            "same_loader": True,
+            "evidence_batch": 50,
+        },
         {"averaged": True, "n_epochs": 3, "same_loader": True, "loader": "torch's"},
         {"objective": "map", "other_seeds": True},
         {"hyper_optimizer": "mackay", "fisher": "exact", "column_tolerance": 0.05},

@@ -361,15 +361,16 @@ def train(dtype: str, options: dict[str, Any]) -> dict[str, Any]:
     return training(dtype, dist.group.WORLD, **options)
 
 
-def plain_loop(distributed: bool = True) -> dict[str, Any]:
+def plain_loop(options: dict[str, Any], distributed: bool = True) -> dict[str, Any]:
     """A loop of a user's own around EvidenceCallback, with DistributedDataParallel and ranks in random states of their own."""
     x, y = data(torch.float64, 100)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     model: nn.Module = network(dtype=torch.float64)
     torch.manual_seed(5 + rank)
     model = nn.parallel.DistributedDataParallel(model) if distributed else model
-    how = {"group": dist.group.WORLD} if distributed else {}
-    evidence = EvidenceCallback(model, TensorLoader(x, y, 8, shuffle=True), every=2, n_hypersteps=3, **how)
+    how = options | ({"group": dist.group.WORLD} if distributed else {})
+    loader = TensorLoader(x, y, 8, shuffle=True, generator=torch.Generator().manual_seed(4))
+    evidence = EvidenceCallback(model, loader, every=2, n_hypersteps=3, **how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     evidence.attach(optimizer)
     for epoch in range(4):
@@ -378,8 +379,12 @@ def plain_loop(distributed: bool = True) -> dict[str, Any]:
         optimizer.step()
         evidence.step(epoch)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    found = {"margliks": evidence.margliks, "precision": evidence.prior_precision, "weights": weights}
-    return {"found": found, "drawn next": float(torch.rand(()))}
+    found = {"margliks": list(evidence.margliks), "precision": evidence.prior_precision, "weights": weights}
+    loader.generator, fits = None, []
+    for epoch in (5, 7):  # with nothing drawn in between
+        evidence.step(epoch)
+        fits.append(float(evidence.la.log_likelihood))
+    return {"found": found, "fits": fits, "drawn next": float(torch.rand(()))}
 
 
 class Dying:

@@ -31,16 +31,22 @@ def plain_loop(
     optimizer = kind(model.parameters(), **how)
     evidence = EvidenceCallback(model, loader, **OPTIONS)
     evidence.attach(optimizer, weight_decay=weight_decay)
-    scheduler = None if schedule is None else schedule(optimizer)
+    schedulers = [] if schedule is None else schedule(optimizer)
     for epoch in range(epochs):
         for x, y in loader:
             optimizer.zero_grad()
             evidence.penalised(nn.functional.cross_entropy(model(x), y)).backward()
             optimizer.step()
-        if scheduler is not None:
+        for scheduler in schedulers:
             scheduler.step()
         evidence.step(epoch)
     return evidence
+
+
+def schedules(optimizer) -> list:
+    """Two of one optimizer."""
+    kind = torch.optim.lr_scheduler
+    return [kind.StepLR(optimizer, 2, 0.5), kind.LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
 
 
 def assert_near(found: nn.Module, expected: nn.Module, tolerance: float) -> None:
@@ -70,7 +76,7 @@ def test_lightnings_loop_is_the_plain_one_and_resumes_bit_for_bit(tmp_path, weig
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.network.parameters(), lr=0.05, weight_decay=0.3)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+            return [optimizer], schedules(optimizer)
 
     def fit(epochs, checkpoint=None):
         module = Module()
@@ -82,8 +88,7 @@ def test_lightnings_loop_is_the_plain_one_and_resumes_bit_for_bit(tmp_path, weig
 
     found, evidence, trainer = fit(5)
     expected = network()
-    steps = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # noqa: E731
-    oracle = plain_loop(expected, points(), 5, weight_decay, steps, lr=0.05)
+    oracle = plain_loop(expected, points(), 5, weight_decay, schedules, lr=0.05)
     assert_near(found, expected, 1e-10)
     assert evidence.margliks == pytest.approx(oracle.margliks, rel=1e-10) and len(evidence.margliks) == 2
     assert trainer.callback_metrics["neg_log_marginal_likelihood"] == pytest.approx(evidence.margliks[-1] / 24)

@@ -27,28 +27,32 @@ from ella_cuda.nn import (
 )
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.nn.group_layers import as_frames
+from ella_cuda.ops.polyphase_pool import check_norm
 
 # Output channels in units of the width, and the factor by which each side shrinks from the layer's input to its output.
 STAGES = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2), (8, 2), (16, 2))
 HEAD_CHANNELS = 64  # hidden units of the head, in units of the width
 
 
-def conv_path(in_channels: int, out_channels: int, in_size: int, out_size: int) -> nn.Module:
-    """A 3x3 convolution with circular padding; where the stage halves the size, with adaptive polyphase sampling."""
-    conv = (CircularConv2d if in_size == out_size else StridedCircularConv2d)(in_channels, out_channels)
+def conv_path(in_channels: int, out_channels: int, in_size: int, out_size: int, norm: float = 2) -> nn.Module:
+    """A 3x3 convolution with circular padding; where the stage halves the size, with adaptive polyphase sampling by ``norm``."""
+    same = in_size == out_size
+    conv = (
+        CircularConv2d(in_channels, out_channels)
+        if same
+        else StridedCircularConv2d(in_channels, out_channels, norm=norm)
+    )
     nn.init.kaiming_uniform_(conv.weight, nonlinearity="relu")
     nn.init.zeros_(conv.bias)
-    return (
-        conv if in_size == out_size else nn.Sequential(conv)
-    )  # every halving path is a sequence, so that tensors are named alike
+    return conv if same else nn.Sequential(conv)  # every halving path is a sequence, so that tensors are named alike
 
 
 def sparse_conv_path(
-    in_channels: int, out_channels: int, in_size: int, out_size: int, basis: str = "interpolating"
+    in_channels: int, out_channels: int, in_size: int, out_size: int, basis: str = "interpolating", norm: float = 2
 ) -> nn.Module:
     """As :func:`conv_path`, with the kernel given at five anchors."""
     conv = SparseConv2d(in_channels, out_channels, basis=basis)
-    return conv if in_size == out_size else nn.Sequential(conv, PolyphasePool2d())
+    return conv if in_size == out_size else nn.Sequential(conv, PolyphasePool2d(norm))
 
 
 def group_conv_path(
@@ -59,13 +63,14 @@ def group_conv_path(
     variant: str = "pointwise",
     group: str | Group = "p4",
     frames: str = "own",
+    norm: float = 2,
 ) -> nn.Module:
     """As :func:`conv_path`, a convolution over a group and the grid on features over the group."""
     conv = GroupConv2d(in_channels, out_channels, variant=variant, group=group, frames=frames)
     filters = list(conv)
     for part in filters:
         nn.init.kaiming_uniform_(part.weight, nonlinearity="relu" if part is filters[-1] else "linear")
-    return conv if in_size == out_size else nn.Sequential(conv, GroupPolyphasePool2d(group, frames))
+    return conv if in_size == out_size else nn.Sequential(conv, GroupPolyphasePool2d(group, frames, norm))
 
 
 Path = Callable[[int, int, int, int], nn.Module]
@@ -215,6 +220,7 @@ def neyshabur(
     group: str | Group = "p4",
     group_conv: str = "pointwise",
     frames: str = "own",
+    pool_norm: float = 2,
 ) -> Neyshabur:
     """The paper's network, after Neyshabur (2020), with every layer a sum of the named paths.
 
@@ -236,13 +242,15 @@ def neyshabur(
         group: of GCONV paths: "p4", "p4m" or a :class:`ella_cuda.groups.Group`.
         group_conv: variant of GCONV paths, see :class:`ella_cuda.nn.GroupConv2d`.
         frames: of GCONV and, beside them, convolutional paths: "own", as published, or "common", see there.
+        pool_norm: of polyphase components, which decides in halving stages of convolutional paths: 1, 2 or ``math.inf``; the released code
+            takes the maximum.
 
     Returns:
         A module ``(N, in_channels, image_size, image_size) -> (N, num_classes)``.
 
     Raises:
         TypeError: layer is no string.
-        ValueError: an unknown or repeated path or init, or a size that is not positive or not a multiple of 32.
+        ValueError: an unknown or repeated path or init, or a size that is not positive or not a multiple of 32, or a norm that there is not.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 6 and appendix; Neyshabur, "Towards learning convolutions from scratch",
     NeurIPS 2020.
@@ -258,14 +266,17 @@ def neyshabur(
         as_count(name, value)
     require_image_size(image_size)
     as_frames(frames)
+    check_norm("neyshabur", pool_norm)
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}.")
-    makers = {name: PATHS[name] for name in paths}
-    if "s_fc" in makers:
-        makers["s_fc"] = functools.partial(PATHS["s_fc"], basis=basis, inverse_lengthscale=inverse_lengthscale)
-    if "s_conv" in makers:
-        makers["s_conv"] = functools.partial(PATHS["s_conv"], basis=basis)
     chosen = None
+    own = {
+        "conv": {"norm": pool_norm},
+        "s_fc": {"basis": basis, "inverse_lengthscale": inverse_lengthscale},
+        "s_conv": {"basis": basis, "norm": pool_norm},
+        GROUP_PATH: {"norm": pool_norm},
+    }
+    makers = {name: functools.partial(PATHS[name], **own.get(name, {})) for name in paths}
     if GROUP_PATH in makers:
         chosen = as_group(group)
         makers = {

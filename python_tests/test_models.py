@@ -50,6 +50,29 @@ def test_convolutional_network_ignores_translations(shift, layer, device):
     assert_same(model(x.roll(shift, (2, 3))), model(x), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("layer", ["conv", "s_conv", "gconv"])
+def test_the_norm_of_components_is_as_asked(layer):
+    """The maximum keeps other components of some random images than the sum of squares."""
+    outputs = {}
+    for norm in (2, torch.inf):
+        torch.manual_seed(0)
+        path = neyshabur(layer, 1, 3, width=1, pool_norm=norm).blocks[1].get_submodule(layer)
+        x = torch.randn(16, 1, 4, 32, 32) if layer == "gconv" else torch.randn(16, 1, 32, 32)
+        found, full = path(x), path[0](x)
+        if layer == "conv":
+            full = torch.conv2d(torch.nn.functional.pad(x, (1, 1, 1, 1), mode="circular"), path[0].weight, path[0].bias)
+        if layer == "gconv":  # each slice chooses by itself
+            found, full = (a.transpose(1, 2).flatten(0, 1) for a in (found, full))
+        parts = torch.stack([full[..., i::2, j::2] for i in (0, 1) for j in (0, 1)])
+        kept = torch.linalg.vector_norm(parts.flatten(2), norm, dim=2).argmax(0)
+        expected = parts.transpose(0, 1)[torch.arange(len(kept)), kept]
+        torch.testing.assert_close(
+            found.sum((1, 2, 3)), expected.sum((1, 2, 3))
+        )  # the order of components is no matter
+        outputs[norm] = found
+    assert not torch.allclose(outputs[2], outputs[torch.inf])
+
+
 def test_relaxed_network_feels_translations():
     model = neyshabur("f_fc+conv", 3, 10, width=2).double()
     x = torch.randn(4, 3, 32, 32, dtype=torch.float64)

@@ -26,6 +26,7 @@ from ella_cuda.experiments import RunConfig
 from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import AmountsConfig, GridConfig, StartConfig
 from ella_cuda.papers.equivariances import TABLES, plan_table, read_comparison, save_comparison
+from ella_cuda.papers.equivariances.tables import WHOSE
 
 
 def add_reproduce(commands: Any) -> None:
@@ -51,6 +52,12 @@ def add_reproduce(commands: Any) -> None:
         choices=SOURCES,
         help="the data set that stands in for the paper's (toy: digits; others: the paper's). In groups, digits and fashion-mnist stand in "
         "for mnist, cifar100 for cifar10",
+    )
+    reproduce.add_argument(
+        "--recipe",
+        choices=WHOSE,
+        help="what numbers not given follow: the data set's recipe or the paper's, a share of 1,000 epochs (MNIST) or 4,000 (CIFAR-10) at "
+        "the paper's width (data)",
     )
     rows = "; ".join(f"{name}: {' '.join(row.key for row in table.rows)}" for name, table in TABLES.items())
     reproduce.add_argument("--row", nargs="+", metavar="ROW", help=f"only these rows of the table (all). {rows}")
@@ -109,6 +116,7 @@ def _table(given: dict[str, Any], args: argparse.Namespace) -> tuple[list[RunCon
             rows=given.get("row"),
             seeds=options["seed"],
             dense=options["all"],
+            whose=options.get("recipe", WHOSE[0]),
             **attributes(options),
         )
     except ValueError as error:

@@ -250,6 +250,11 @@ class NetworkConfig:
         path=GROUP_PATH,
         help="how gconv paths mix the slices of the group: as they are, as published, or turned back to one frame",
     )
+    pool_norm: str = setting(
+        "2",
+        choices=("1", "2", "inf"),
+        help="of polyphase components, which decides where convolutional paths halve an image; the released code takes the maximum, inf",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ def build_network(config: RunConfig, in_channels: int, num_classes: int) -> nn.M
         ValueError: no network of that name, or one that does not take such images.
     """
     if not config.model:
-        sizes = config.of(NetworkConfig)
+        sizes = {**config.of(NetworkConfig), "pool_norm": float(config.pool_norm)}
         return neyshabur(config.layer, in_channels, num_classes, image_size=config.image_size, **sizes)
     network = _named(config.model, in_channels, num_classes)
     if not isinstance(network, nn.Module):

@@ -535,7 +535,8 @@ def _row(
     precision = of_network(dict(zip(la.parameter_names, of_tensors(la, la.prior_precision).tolist(), strict=True)))
     lengthscales = {n: float(m.inverse_lengthscale) for n, m in bare.named_modules() if isinstance(m, SpatialBasis)}
     gamma = of_network(la.effective_parameters()) if fitted else None
-    layers, others = describe_layers(layout(bare), precision, gamma, lengthscales, diary.anchors())
+    norms = {n: float(p.detach().norm()) for n, p in bare.named_parameters()}
+    layers, others = describe_layers(layout(bare), precision, gamma, lengthscales, diary.anchors(), norms)
     amounts = {}
     if isinstance(model, AveragedFunction):
         amounts = {"augmentation": model.augment.amounts()}

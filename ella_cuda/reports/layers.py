@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ def describe_layers(
     effective_parameters: Mapping[str, float] | None,
     inverse_lengthscale: Mapping[str, float] | None = None,
     anchors: Mapping[str, Mapping[str, float]] | None = None,
+    weight_norm: Mapping[str, float] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     r"""Precisions and effective parameters by layer and path.
 
@@ -55,12 +57,13 @@ def describe_layers(
         inverse_lengthscale: ω by the name of a :class:`ella_cuda.nn.SpatialBasis`, where there are any.
         anchors: by the same names, ``count`` of anchors, and ``mean_displacement`` and ``largest_displacement`` from where
             they started, in pixels.
+        weight_norm: Euclidean norms by parameter name; None where they are not known.
 
     Returns:
         ``(layers, others)`` as in a row of ``summary.json``: a list with ``name``, ``type`` and, by path, ``prior_precision`` (by
         tensor), where there are bases ``inverse_lengthscale`` (by basis, per pixel) and ``anchors`` (by basis), ``parameters``,
-        ``effective_parameters`` and ``relative_effective_parameters`` for each relaxed layer; and the same but the share and the
-        bases for every other tensor.
+        ``effective_parameters``, ``relative_effective_parameters`` and ``weight_norm`` (of all its parameters, where it is known) for
+        each relaxed layer; and the same but the share, the norm and the bases for every other tensor.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 5.2 and Figure 3.
     """
@@ -77,6 +80,8 @@ def describe_layers(
                 "effective_parameters": None if gamma is None else sum(gamma[n] for n in names.values()),
                 "relative_effective_parameters": None,
             }
+            if weight_norm is not None:
+                paths[path]["weight_norm"] = math.hypot(*(weight_norm[n] for n in names.values()))
             for key, values in (("inverse_lengthscale", inverse_lengthscale), ("anchors", anchors)):
                 own = {n.removeprefix(prefix): v for n, v in (values or {}).items() if n.startswith(prefix)}
                 if own:
@@ -110,7 +115,7 @@ def _one_table(row: Mapping[str, Any]) -> str:
     moved = "anchors" in row.get("learn", "").split("+")
     if moved:
         what.append("anchors moved by, mean, pixels")
-    lines = [["layer", "type", "path", "share", "effective", "of", "; ".join(what)]]
+    lines = [["layer", "type", "path", "share", "effective", "of", "γ/P", "norm", "; ".join(what)]]
     for layer in row["layers"]:
         name, kind = layer["name"], PATH_TITLES.get(layer["type"], layer["type"] or "-")
         for path, entry in layer["paths"].items():
@@ -126,15 +131,24 @@ def _one_table(row: Mapping[str, Any]) -> str:
                     "-" if share is None else f"{100 * share:.1f} %",
                     number(entry["effective_parameters"]),
                     f"{entry['parameters']:,}",
+                    _normalised(entry),
+                    number(entry.get("weight_norm")),
                     "; ".join(learned),
                 ]
             )
             name = kind = ""
     for name, entry in row["other_parameters"].items():
         precision = number(entry["prior_precision"])
-        lines.append([name, "", "", "", number(entry["effective_parameters"]), f"{entry['parameters']:,}", precision])
+        counts = [number(entry["effective_parameters"]), f"{entry['parameters']:,}", _normalised(entry)]
+        lines.append([name, "", "", "", *counts, "", precision])
     width = max(len(line[-1]) for line in lines)
     return run_title(row) + "\n" + columns([[*line[:-1], line[-1].ljust(width)] for line in lines], left=3)
+
+
+def _normalised(entry: Mapping[str, Any]) -> str:
+    """γ/P as text."""
+    gamma = entry["effective_parameters"]
+    return number(None if gamma is None else gamma / entry["parameters"])
 
 
 def _by_name(values: Mapping[str, float]) -> str:

@@ -169,6 +169,7 @@ def results_csv(rows: Rows) -> str:
             for path, entry in layer["paths"].items():
                 cells[f"{layer['name']} {path} share"] = entry["relative_effective_parameters"]
                 cells[f"{layer['name']} {path} effective_parameters"] = entry["effective_parameters"]
+                cells[f"{layer['name']} {path} weight_norm"] = entry.get("weight_norm")
                 for key in ("prior_precision", "inverse_lengthscale"):
                     for name, value in entry.get(key, {}).items():
                         cells[f"{layer['name']} {path} {name} {key}"] = value

@@ -93,6 +93,30 @@ def test_what_rows_differ_in_is_not_for_the_user():
         plan_table("layers", lambda data: 100, data="digits", learn="anchors")
 
 
+@pytest.mark.parametrize(
+    ("table", "row", "epochs", "width"),
+    [("toy", "digit-conv", 1000, 10), ("layers", "conv", 4000, 10), ("groups", "mnist", 1000, 2)],
+)
+def test_published_recipe(table, row, epochs, width):
+    """Numbers of the paper's appendix, whatever data stand in."""
+    images = lambda data: 60_000  # noqa: E731
+    configs, plan_ = plan_table(table, images, data="fashion-mnist", rows=[row], whose="published")
+    for c in configs:
+        assert (c.epochs, c.batch_size, c.lr, c.cooldown, c.fan_in_limit) == (epochs, 128, 0.01, None, None)
+        assert (c.prior_prec_init, c.hyper_optimizer, c.lr_hyp, c.hypersteps) == (1.0, "adam", 0.1, 20)
+        assert (c.burn_in, c.frequency, c.pool_norm, c.width, c.train_size) == (10, 5, "inf", width, None)
+        assert (c.init, c.restarts, c.column_tolerance) == ("published", "none", 0.0)
+    assert Plan.from_json(plan_.to_json()) == plan_
+    assert "recipe: the paper's" in equivariances.comparison_table(plan_, entries(plan_, configs, []))
+    (small, _), _ = plan_table(
+        table, images, data="fashion-mnist", rows=[row], whose="published", scale=0.01, width=1, lr=0.002
+    )
+    assert (small.epochs, small.train_size, small.burn_in, small.frequency) == (epochs // 100, 600, 0, 1)
+    assert (small.width, small.lr, small.prior_prec_init) == (1, 0.002, 1.0)
+    with pytest.raises(ValueError, match="whose must be one of data, published, got 'mine'"):
+        plan_table(table, images, rows=[row], whose="mine")
+
+
 def test_a_seed_named_twice_is_one():
     configs, _ = plan_table("toy", lambda data: 100, rows=["digit-conv"], seeds=(0, 0, 1))
     assert [c.seed for c in configs] == [0, 0, 1, 1]  # map and evidence

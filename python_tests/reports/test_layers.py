@@ -39,6 +39,17 @@ def test_without_curvature_there_are_precisions_only():
     assert others["head.weight"]["effective_parameters"] is None
 
 
+def test_the_norm_of_a_path_is_that_of_all_its_parameters():
+    """The table has it beside γ/P, as the paper's Table 4."""
+    norms = {"l.a.weight": 3.0, "l.a.bias": 4.0, "l.b.weight": 0.5, "head.weight": 9.0}
+    gamma = {"l.a.weight": 2.5, "l.a.bias": 0.5, "l.b.weight": 1.0, "head.weight": 2.0}
+    layers, others = describe_layers(TWO_PATHS, PRECISION, gamma, weight_norm=norms)
+    assert {path: one["weight_norm"] for path, one in layers[0]["paths"].items()} == {"a": 5.0, "b": 0.5}
+    lines = layer_table([row() | {"layers": layers, "other_parameters": others}]).splitlines()
+    assert lines[1].split()[5:8] == ["of", "γ/P", "norm"]
+    assert lines[2].split()[6:9] == ["10", "0.300", "5.00"]
+
+
 @pytest.mark.parametrize(("of_b", "kind"), [(0.49, None), (0.5, "a"), (0.51, "b")])
 def test_a_type_needs_one_effective_parameter_in_all(of_b, kind):
     gamma = {"l.a.weight": 0.3, "l.a.bias": 0.2, "l.b.weight": of_b, "head.weight": 2.0}
@@ -85,6 +96,8 @@ def test_the_table_has_a_line_for_each_layer_and_path():
         "%",
         "20.0",
         "1,234",
+        "0.0162",
+        "-",
         "weight",
         "1.00,",
         "bias",
@@ -92,7 +105,7 @@ def test_the_table_has_a_line_for_each_layer_and_path():
     ]
     assert lines[3].split()[:3] == ["CONV", "80.0", "%"]
     assert lines[6].split()[:3] == ["blocks.2", "F-FC", "F-FC"]
-    assert lines[8].split() == ["head.bias", "4.00", "10", "0.500"]
+    assert lines[8].split() == ["head.bias", "4.00", "10", "0.400", "0.500"]
 
 
 def test_lengthscales_stand_beside_the_precisions():

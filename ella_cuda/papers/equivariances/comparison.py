@@ -93,7 +93,9 @@ def _header(plan: Plan, found: Sequence[Entry]) -> list[str]:
         rows = [r for e in found for r in e.rows if r["data"] == data]
         one = next((c for c in configs if c.objective == "evidence"), configs[0])
         text = f"{one.train_size or images:,} of {images:,} training images, {_epochs(one.epochs)}"
-        if one.epochs != (usual := recipe(data)["epochs"]):
+        if plan.recipe == "published":
+            text += " (recipe: the paper's)"
+        elif one.epochs != (usual := recipe(data)["epochs"]):
             text += f" (recipe: {usual})"
         text += f", width {_listed(c.width for c in configs)}"
         if one.objective == "evidence":

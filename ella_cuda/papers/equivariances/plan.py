@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import DENSE_PATH, DENSE_REASON, RunConfig, configure, recipe
-from ella_cuda.papers.equivariances.tables import TABLES, Row, Table
+from ella_cuda.papers.equivariances.tables import PAPER_EPOCHS, PUBLISHED, TABLES, WHOSE, Row, Table
 
 # Whose rows a data set answers in a table that has none of its own, where there are several data sets to choose from.
 STANDS_FOR = {"digits": "mnist", "fashion-mnist": "mnist", "cifar100": "cifar10"}
@@ -40,12 +40,14 @@ class Plan:
         scale: share of the training images and of the epochs.
         images: by data set, how many training images it has at full scale.
         cells: every row that is asked for, under every objective that it has.
+        recipe: ``data``, the data set's, or ``published``, the paper's.
     """
 
     table: str
     scale: float
     images: dict[str, int]
     cells: tuple[Cell, ...]
+    recipe: str = WHOSE[0]
 
     def to_json(self) -> dict[str, Any]:
         """As ``config.json`` keeps it."""
@@ -64,6 +66,7 @@ class Plan:
             known = {row.key for row in TABLES[plan.table].rows}
             _check_scale(plan.scale)
             plan.images.items()
+            _check_whose("recipe", plan.recipe)
             unknown = {cell.row for cell in cells} - known
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the plan of a table is damaged or of another version ({error!r}).") from error
@@ -72,7 +75,9 @@ class Plan:
         return plan
 
 
-def scaled(data: str, images: int, scale: float, epochs: int | None = None) -> dict[str, Any]:
+def scaled(
+    data: str, images: int, scale: float, epochs: int | None = None, own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The attributes of a run that follow the scale.
 
     The training images are a share ``scale`` of all, and so are the recipe's epochs. Burn-in and frequency shrink as the epochs do, so
@@ -85,12 +90,13 @@ def scaled(data: str, images: int, scale: float, epochs: int | None = None) -> d
         images: how many training images there are.
         scale: above 0, at most 1.
         epochs: instead of that share of the recipe's. With more than the recipe has, burn-in and frequency are the recipe's.
+        own: a recipe's ``epochs``, ``burn_in`` and ``frequency``; None for the data set's.
 
     Raises:
         ValueError: the scale is out of range, or leaves no image.
     """
     _check_scale(scale)
-    own = recipe(data)
+    own = recipe(data) if own is None else own
     train_size = _whole(scale * images)
     if train_size < 1:
         raise ValueError(f"scale {scale} leaves none of the {images} training images of {data}; raise it.")
@@ -114,6 +120,7 @@ def plan_table(
     rows: Collection[str] | None = None,
     seeds: Sequence[int] = (0,),
     dense: bool = False,
+    whose: str = WHOSE[0],
     **changes: Any,
 ) -> tuple[list[RunConfig], Plan]:
     """The runs of a table.
@@ -127,6 +134,8 @@ def plan_table(
         rows: keys of the rows to run; None for all.
         seeds: of the runs; every cell has one run for each.
         dense: evidence for layers with an FC path too, whose curvature is large.
+        whose: recipe the runs follow: ``data``, the data set's, or ``published``, the paper's with its epochs and width
+            (:data:`ella_cuda.papers.equivariances.tables.PUBLISHED`).
         **changes: attributes of :class:`ella_cuda.experiments.RunConfig`, in place of the recipe's, the table's and the scale's; a
             ``width`` is that of the table, of which some rows have a share.
 
@@ -138,8 +147,10 @@ def plan_table(
     """
     if name not in TABLES:
         raise ValueError(f"table must be one of {', '.join(TABLES)}, got {name!r}.")
+    _check_whose("whose", whose)
     _check_scale(scale)
     table = TABLES[name]
+    published = PUBLISHED | {"width": table.paper_width} if whose == "published" else {}
     keys = [row.key for row in table.rows]
     rows = keys if rows is None else rows
     if unknown := [key for key in rows if key not in keys]:
@@ -149,7 +160,7 @@ def plan_table(
         known[attribute].checked(changes[attribute])
     data = table.data if data is None else known["data"].checked(data)
     answered = _answered(table, data)
-    numbers: dict[str, dict[str, Any]] = {}
+    numbers: dict[tuple[str, str], dict[str, Any]] = {}
     images: dict[str, int] = {}
     configs: dict[str, RunConfig] = {}
     runs: dict[tuple[str, str], list[str]] = {}
@@ -168,8 +179,12 @@ def plan_table(
                 used = data or row.data
                 if used not in images:
                     images[used] = images_of(used)
-                    numbers[used] = scaled(used, images[used], scale, changes.get("epochs"))
-                config = _configure(table, row, used, objective, seed, numbers[used], changes)
+                if (used, row.data) not in numbers:
+                    own = published and {**published, "epochs": PAPER_EPOCHS[row.data]}
+                    numbers[used, row.data] = published | scaled(
+                        used, images[used], scale, changes.get("epochs"), own or None
+                    )
+                config = _configure(table, row, used, objective, seed, numbers[used, row.data], changes)
                 if configs.setdefault(config.name, config) != config:
                     raise ValueError(f"two different runs of {name} have the name {config.name}.")
                 cell.append(config.name)
@@ -183,12 +198,17 @@ def plan_table(
     if not configs:
         raise ValueError(f"none of the rows can be run: {'; '.join(dict.fromkeys(reasons.values()))}.")
     cells = tuple(Cell(*where, tuple(found), reasons.get(where, "")) for where, found in runs.items())
-    return list(configs.values()), Plan(name, scale, images, cells)
+    return list(configs.values()), Plan(name, scale, images, cells, whose)
 
 
 def _check_scale(scale: float) -> None:
     if not 0 < scale <= 1:
         raise ValueError(f"scale must be above 0 and at most 1, got {scale}.")
+
+
+def _check_whose(name: str, value: str) -> None:
+    if value not in WHOSE:
+        raise ValueError(f"{name} must be one of {', '.join(WHOSE)}, got {value!r}.")
 
 
 def _answered(table: Table, data: str | None) -> set[str]:
@@ -210,7 +230,7 @@ def _why_not(row: Row, objective: str, answered: set[str], dense: bool) -> str:
 def _configure(
     table: Table, row: Row, data: str, objective: str, seed: int, numbers: dict[str, Any], changes: dict[str, Any]
 ) -> RunConfig:
-    width = changes.get("width", table.width or recipe(data)["width"])
+    width = changes.get("width", numbers.get("width", table.width or recipe(data)["width"]))
     own = {
         "learn": row.learn if objective == "evidence" else "",
         "width": max(min(1, width), _whole(row.width_share * width)),

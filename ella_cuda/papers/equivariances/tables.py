@@ -81,6 +81,24 @@ class Table:
 
 
 PAPER_EPOCHS = {"mnist": 1000, "cifar10": 4000}
+# The paper's appendix, in attributes of RunConfig; the norm of polyphase components is the released code's.
+PUBLISHED = {
+    "init": "published",
+    "pool_norm": "inf",
+    "batch_size": 128,
+    "lr": 0.01,
+    "fan_in_limit": None,
+    "cooldown": None,
+    "restarts": "none",
+    "prior_prec_init": 1.0,
+    "column_tolerance": 0.0,
+    "hyper_optimizer": "adam",
+    "lr_hyp": 0.1,
+    "burn_in": 10,
+    "frequency": 5,
+    "hypersteps": 20,
+}
+WHOSE = ("data", "published")  # recipes: the data set's, or the paper's
 
 
 def _toy() -> tuple[Row, ...]:

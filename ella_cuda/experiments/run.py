@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.augment import AffineAugment, AveragedFunction
+from ella_cuda.augment import AffineAugment, Augment, AveragedFunction
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data import (
     SOURCES,
@@ -233,14 +233,19 @@ def _begin(run_dir: Path, tensorboard: bool, stack: ExitStack) -> None:
 
 
 def sampled(
-    augment: AffineAugment, dataset: Dataset, count: int = SAMPLED, copies: int = SHOWN_COPIES
+    augment: Augment,
+    dataset: Dataset,
+    count: int = SAMPLED,
+    copies: int = SHOWN_COPIES,
+    draws: Tensor | None = None,
 ) -> list[list[Any]]:
     """Some test images, each as it is and as copies at the amounts that were learned: rows of images ``(H, W, 3)``, or ``(H, W)`` of the
-    first channel unless there are three, of pixels from 0, black, to 255."""
+    first channel unless there are three, of pixels from 0, black, to 255. Draws are uniform, or the given ones."""
     some = stratified_order(dataset.test_labels, dataset.test_ids, 0, "samples")[:count]
     images = dataset.test_images[some.to(dataset.test_images.device)]
     generator = torch.Generator().manual_seed(0)
-    draws = 2 * torch.rand(len(images), copies, len(augment.names), generator=generator) - 1
+    if draws is None:
+        draws = 2 * torch.rand(len(images), copies, len(augment.names), generator=generator) - 1
     with torch.no_grad():
         shown = torch.cat([images[:, None], augment(images, draws.to(images))], 1)
     small = pixels(shrunk(shown.flatten(0, 1)), dataset.black, dataset.white).unflatten(0, shown.shape[:2])

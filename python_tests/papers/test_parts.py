@@ -38,8 +38,14 @@ from python_tests.papers.studies import run
         ("linearised --lr 0.1", "--lr: of the paper's tables"),
         ("linearised --device tpu", "device must be"),
         ("linearised --jobs 0", "--jobs"),
-        ("invariances --part toy", "--part must be some of rings, ranges, subsets, sampling for invariances, got toy"),
-        ("invariances --part rings --data digits", "--data is of the parts ranges and subsets"),
+        (
+            "invariances --part toy",
+            "some of rings, ranges, subsets, sampling, lengthscale, gp, local, lastlayer for invariances, got toy",
+        ),
+        (
+            "invariances --part rings --data digits",
+            "--data is of the parts ranges and subsets and gp and local and lastlayer",
+        ),
         ("invariances --copies 3", "unrecognized arguments: --copies"),
         ("filter-banks --part rings", "must be some of recovery, amounts, layers for filter-banks, got rings"),
         ("filter-banks --part recovery --data digits", "--data is of the parts amounts and layers"),

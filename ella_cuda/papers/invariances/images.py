@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.augment import AffineAugment, AveragedFunction
+from ella_cuda.augment import AffineAugment, Augment, AveragedFunction
 from ella_cuda.data import Dataset, TensorLoader, black_as_zero
 from ella_cuda.experiments.evaluation import evaluate
 from ella_cuda.experiments.run import prepare
@@ -176,6 +176,7 @@ def trained(
     work: Work,
     method: str,
     amounts: Mapping[str, float] | None = None,
+    augment: Augment | None = None,
 ) -> Trained:
     """A network after its training, from its checkpoint where there is one.
 
@@ -185,7 +186,7 @@ def trained(
         settings: of the study: ``seed, copies, batch, epochs, burn_in``.
         method: "map" has one precision by the evidence; "augmented" learns from one copy of each image at fixed amounts, in the evidence too
             from the image itself; "augerino" learns amounts by its loss, with all precisions 1; "evidence" learns them by the evidence.
-        amounts: of "augmented".
+        amounts: of "augmented". augment: of "evidence"; None is an affine one.
     """
     torch.manual_seed(settings["seed"])
     network = make().to(work.device)
@@ -196,12 +197,12 @@ def trained(
     steps = max(epochs - settings["burn_in"] - 1, 1)
     options: dict[str, Any] = {"optimizer_kwargs": {"lr": RATE}}
     if method == "evidence":
-        augment = AffineAugment(settings["copies"], init=INIT).to(work.device)
+        augment = (AffineAugment(settings["copies"], init=INIT) if augment is None else augment).to(work.device)
         options |= {
             "augment": augment,
             "learn": ["augmentation"],
             "lr_aug": amount_rate(steps),
-            "aug_sampling": "sobol",
+            "aug_sampling": "sobol" if "sobol" in augment.samplings else "shared",
         }
     elif method == "augerino":
         augment = AffineAugment(settings["copies"], init=INIT, constraint="raw").to(work.device)
@@ -252,7 +253,8 @@ def measured(found: Trained, dataset: Dataset, refit: bool = False) -> dict[str,
     averaged = isinstance(model, AveragedFunction)
     if averaged:
         model.augment.raw.requires_grad_(False)
-        draws = model.augment.draw(1, "sobol", torch.Generator().manual_seed(0))
+        sampling = "sobol" if "sobol" in model.augment.samplings else "shared"
+        draws = model.augment.draw(1, sampling, torch.Generator().manual_seed(0))
         with model.augment.held(draws):
             accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
             if refit:

@@ -13,6 +13,7 @@ from ella_cuda.reports.pictures.page import (
     MARKERS,
     TEXT_WIDTH,
     finish,
+    logarithmic_scale,
     panels,
     plain_axes,
 )
@@ -181,3 +182,56 @@ def _apart(sizes: Sequence[int]) -> list[int]:
         if not kept or math.log(kept[-1] / size) >= NEAREST * math.log(sizes[-1] / sizes[0]):
             kept.append(size)
     return kept[::-1]
+
+
+def draw_lengthscales(
+    results: Sequence[Sequence[Mapping[str, Any]]],
+    tried: Sequence[float],
+    kinds: Mapping[str, str],
+    half: float,
+    title: str = "",
+) -> Any:
+    """A line of panels for each true lengthscale: data and learned functions of the first seed; lengthscales over the training, a line for
+    each seed; evidence and loss over lengthscales, each from 0 to 1, means over seeds.
+
+    Args:
+        results: of seeds, by true lengthscale: ``true, points, functions, trajectories, curves``, the last three by kind.
+        tried: lengthscales of the curves. kinds: titles of "evidence" and "loss". half: inputs are between its negative and it.
+        title: of the picture.
+
+    Returns:
+        A matplotlib ``Figure``.
+
+    Raises:
+        ValueError: no result.
+    """
+    if not results:
+        raise ValueError("results must hold at least one, got none.")
+    colours = dict(zip(kinds, (FACTOR_COLOURS["kron"], FACTOR_COLOURS["second"]), strict=True))
+    figure, axes = panels(3 * len(results[0]), 3, TEXT_WIDTH, 1.8)
+    legend: dict[str, Any] = {}
+    for i, one in enumerate(results[0]):
+        functions, course, curves = axes[3 * i : 3 * i + 3]
+        last = i + 1 == len(results[0])
+        dots = {"linestyle": "", "marker": "o", "markersize": 2, "color": "#777777"}
+        (legend["data"],) = functions.plot(*one["points"], **dots)
+        for kind in reversed(kinds):
+            colour, values = colours[kind], one["functions"][kind]
+            functions.plot(np.linspace(-half, half, len(values)), values, color=colour, linewidth=1.0)
+            for result in results:
+                steps, scales = np.array(result[i]["trajectories"][kind]).T
+                (legend[kinds[kind]],) = course.plot(steps / steps[-1], scales, color=colour, linewidth=1.0)
+            found = np.mean([result[i]["curves"][kind] for result in results], 0)
+            low, high = found.min(), found.max()
+            curves.plot(tried, (found - low) / (high - low), color=colour, linewidth=1.0)
+        low, high = min(one["points"][1]), max(one["points"][1])
+        functions.set_ylim(low - 0.5 * (high - low), high + 0.5 * (high - low))
+        for axis, line in ((course, "axhline"), (curves, "axvline")):
+            legend["true"] = getattr(axis, line)(one["true"], color="#777777", linewidth=0.8, linestyle=":")
+        logarithmic_scale(course, "y")
+        logarithmic_scale(curves, "x")
+        plain_axes(functions, f"true lengthscale {one['true']:g}", "input" if last else "", "")
+        plain_axes(course, "learned" if i == 0 else "", "share of the steps" if last else "", "lengthscale")
+        plain_axes(curves, "evidence and loss, each from 0 to 1" if i == 0 else "", "lengthscale" if last else "", "")
+    finish(figure, title, legend)
+    return figure

@@ -56,6 +56,7 @@ def draw_amounts(
     true: Mapping[str, Mapping[str, float]] | None = None,
     note: str = "",
     shared: bool = True,
+    x: str = "epoch",
 ) -> Any:
     """Amounts over the epochs, a panel for each kind of runs, a colour for each generator, a line for each run.
 
@@ -65,6 +66,7 @@ def draw_amounts(
         true: by the panel's title, amounts at which a line is drawn.
         note: below the picture.
         shared: whether all panels have one scale.
+        x: what the amounts are over.
 
     Returns:
         A matplotlib ``Figure``.
@@ -74,7 +76,7 @@ def draw_amounts(
     styles, legend, highest = generator_styles(list(names)), {}, dict.fromkeys(lines, 0.0)
     for kind, runs in lines.items():
         found = [value for _, amounts in runs for values in amounts.values() for value in values]
-        highest[kind] = max([*found, *(true or {}).get(kind, {}).values()])
+        highest[kind] = max([*found, *(true or {}).get(kind, {}).values()], default=1.0)
     if shared:
         highest = dict.fromkeys(lines, max(highest.values()))
     for i, (axis, (kind, runs)) in enumerate(zip(axes, lines.items(), strict=False)):
@@ -88,7 +90,7 @@ def draw_amounts(
             axis.axhline(value, linestyle=(3 * k, (1, 5)), **style)  # several of one value take turns
             (dotted,) = axis.plot([], [], color="#777777", linestyle=":", linewidth=1.2)
             legend["of the data"] = dotted
-        plain_axes(axis, kind, "epoch", unit if i % 3 == 0 else "")
+        plain_axes(axis, kind, x, unit if i % 3 == 0 else "")
         whole_epochs(axis)
         axis.set_ylim(0, 1.06 * highest[kind])
     finish(figure, title, legend, note)

@@ -19,7 +19,7 @@ BOUNDS = {
     "files of ella_cuda/laplace in a circle": 0,
     "lines of ella_cuda without papers": 45640,
     "lines of csrc": 15986,
-    "lines of python_tests": 50440,
+    "lines of python_tests": 50500,
     "files of ella_cuda with hooks or modes": 1,
 }
 PASSES = re.compile(

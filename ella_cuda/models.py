@@ -15,6 +15,7 @@ from ella_cuda.nn import (
     FactoredLinear2d,
     FullyConnected2d,
     GroupConv2d,
+    GroupFactoredLinear2d,
     GroupLift,
     GroupMaxPool,
     GroupPolyphasePool2d,
@@ -81,8 +82,24 @@ PATHS: dict[str, Path] = {
     "s_fc": SparseFactoredLinear2d,
     "s_conv": sparse_conv_path,
     "gconv": group_conv_path,
+    "gf_fc": GroupFactoredLinear2d,
 }
 GROUP_PATH = "gconv"  # with it, all layers are on features over the group
+BESIDE_GROUP = frozenset({"gf_fc"})  # paths on features over the group that need it
+
+
+def require_paths(name: str, layer: str) -> tuple[str, ...]:
+    """The paths of a layer.
+
+    Raises:
+        ValueError: an unknown or repeated one, or one over a group without GCONV; the message names the argument.
+    """
+    paths = tuple(layer.split("+"))
+    if not set(paths) <= set(PATHS) or len(set(paths)) != len(paths):
+        raise ValueError(f"{name} must be different names out of {', '.join(PATHS)} joined by '+', got {layer!r}.")
+    if BESIDE_GROUP & set(paths) and GROUP_PATH not in paths:
+        raise ValueError(f"{name} must name {GROUP_PATH} beside {', '.join(BESIDE_GROUP)}, got {layer!r}.")
+    return paths
 
 
 def over_slices(path: Path, group: Group, frames: str) -> Path:
@@ -228,9 +245,9 @@ def neyshabur(
     fully connected layers. With ``image_size=32``, ``width=10`` it has 1,771,945 parameters for "f_fc+conv" on 3 channels and 10 classes.
 
     Args:
-        layer: names joined by "+", any sum of ``fc``, ``conv``, ``f_fc``, ``s_fc``, ``s_conv``, ``gconv``; the names are the paths' in
-            ``model.blocks[i]``. With ``gconv`` the image is lifted to a group first, all other paths see its slices as channels,
-            and the head sees their maximum.
+        layer: names joined by "+", any sum of ``fc``, ``conv``, ``f_fc``, ``s_fc``, ``s_conv``, ``gconv``, ``gf_fc``; the names are the
+            paths' in ``model.blocks[i]``. With ``gconv`` the image is lifted to a group first, ``gf_fc`` is F-FC over group and grid
+            together, all other paths see the slices as channels, and the head sees their maximum. ``gf_fc`` needs ``gconv`` beside it.
         in_channels: channels of the images.
         num_classes: K, the number of outputs.
         width: α, the multiple of all channel counts.
@@ -250,17 +267,15 @@ def neyshabur(
 
     Raises:
         TypeError: layer is no string.
-        ValueError: an unknown or repeated path or init, or a size that is not positive or not a multiple of 32, or a norm that there is not.
+        ValueError: an unknown or repeated path, ``gf_fc`` without ``gconv``, an unknown init, a size that is not positive or not a multiple
+            of 32, or a norm that there is not.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 6 and appendix; Neyshabur, "Towards learning convolutions from scratch",
     NeurIPS 2020.
     """
     if not isinstance(layer, str):
         raise TypeError(f"layer must be names of paths joined by '+', such as \"f_fc+conv\", got {layer!r}.")
-    paths = tuple(layer.split("+"))
-    unknown = [p for p in paths if p not in PATHS]
-    if unknown or len(set(paths)) != len(paths):
-        raise ValueError(f"layer must be different names out of {', '.join(PATHS)} joined by '+', got {layer!r}.")
+    paths = require_paths("layer", layer)
     sizes = {"in_channels": in_channels, "num_classes": num_classes, "width": width, "image_size": image_size}
     for name, value in sizes.items():
         as_count(name, value)
@@ -282,6 +297,8 @@ def neyshabur(
         makers = {
             name: functools.partial(make, variant=group_conv, group=chosen, frames=frames)
             if name == GROUP_PATH
+            else functools.partial(make, group=chosen)
+            if name in BESIDE_GROUP
             else over_slices(make, chosen, frames if name in EQUIVARIANT_PATHS else "own")
             for name, make in makers.items()
         }

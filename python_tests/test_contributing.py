@@ -19,7 +19,7 @@ from torch.func import functional_call, jacrev
 from ella_cuda import marglik_training, ops
 from ella_cuda.augment import AveragedFunction
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.models import PATHS, neyshabur
+from ella_cuda.models import BESIDE_GROUP, PATHS, neyshabur
 from python_tests.ops.checks import assert_same
 
 ROOT = Path(__file__).parent.parent
@@ -185,4 +185,5 @@ def test_a_learner_of_the_package_is_two_files(tmp_path):
 
 def test_every_path_of_the_network_has_curvature():
     for name in PATHS:
-        assert KronLaplace(neyshabur(name, 1, 3, width=1)).memory_estimate() > 0
+        layer = f"{name}+gconv" if name in BESIDE_GROUP else name
+        assert KronLaplace(neyshabur(layer, 1, 3, width=1)).memory_estimate() > 0

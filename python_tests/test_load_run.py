@@ -14,7 +14,7 @@ from ella_cuda.experiments import LoadedRun, RunConfig, configure, evaluate, loa
 from ella_cuda.experiments import run as run_module
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.laplace.evidence import of_tensors
-from ella_cuda.models import PATHS
+from ella_cuda.models import BESIDE_GROUP, PATHS
 from ella_cuda.nn import SpatialBasis
 from python_tests.interrupting import interrupted
 
@@ -28,7 +28,7 @@ def small(layer: str = "conv", objective: str = "evidence", **changes) -> RunCon
 @pytest.mark.parametrize(
     "config",
     [
-        *(small(path, "map", epochs=1) for path in PATHS),
+        *(small(f"{path}+gconv" if path in BESIDE_GROUP else path, "map", epochs=1) for path in PATHS),
         small("f_fc+conv", prior_structure="module"),
         small("f_fc+s_conv", prior_structure="unit"),
         small("s_fc+s_conv", learn="anchors+lengthscales", basis="exponential", inverse_lengthscale=0.3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
 from python_tests.ops.checks import assert_same
 
@@ -71,6 +72,34 @@ def test_the_norm_of_components_is_as_asked(layer):
         )  # the order of components is no matter
         outputs[norm] = found
     assert not torch.allclose(outputs[2], outputs[torch.inf])
+
+
+def test_factored_paths_over_the_group():
+    """Off, they leave the network invariant to rotations; on, they do not. Their curvature is theirs alone."""
+    torch.manual_seed(0)
+    model = neyshabur("gf_fc+gconv", 1, 3, width=1, init="equivariant").double()
+    x, y = torch.randn(2, 1, 32, 32, dtype=torch.float64), torch.tensor([0, 2])
+    assert_same(model(torch.rot90(x, 1, (2, 3))), model(x), rtol=1e-9, atol=1e-12)
+    path = model.blocks[1].gf_fc.factored
+    assert path.weight_in.shape == (2, 1, 4 * 32, 32) and path.weight_out.shape == (2, 1, 4 * 16, 16)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.gf_fc.factored.weight_out.normal_()
+    assert not torch.allclose(model(torch.rot90(x, 1, (2, 3))), model(x))
+    name, tail = "blocks.7.gf_fc.factored.weight_out", model.blocks[7].gf_fc.factored.weight_out
+
+    def outputs(weight):
+        return torch.func.functional_call(model, {name: weight}, (x[:1],))[0]
+
+    jacobian = torch.func.jacrev(outputs)(tail.detach()).flatten(1)
+    p = outputs(tail).detach().softmax(0)
+    la = KronLaplace(model, resolution="per_channel").fit([(x[:1], y[:1])])
+    diagonal = (jacobian * ((torch.diag(p) - torch.outer(p, p)) @ jacobian)).sum(0)
+    la.prior_precision = torch.full_like(la.prior_precision, 1e12)
+    trace = la.effective_parameters()[name] * 1e12  # each is λ / (λ + δ), nearly λ / δ
+    assert trace == pytest.approx(diagonal.sum().item(), rel=1e-5)
+    with pytest.raises(ValueError, match="layer must name gconv beside gf_fc, got 'gf_fc\\+conv'"):
+        neyshabur("gf_fc+conv")
 
 
 def test_relaxed_network_feels_translations():

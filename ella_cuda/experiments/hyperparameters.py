@@ -18,7 +18,7 @@ from ella_cuda.groups import GROUPS
 from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.prior_structure import STRUCTURES
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
-from ella_cuda.models import GROUP_PATH, INITS, PATHS, require_image_size
+from ella_cuda.models import GROUP_PATH, INITS, PATHS, require_image_size, require_paths
 from ella_cuda.nn.group_conv import VARIANTS
 from ella_cuda.nn.group_layers import FRAMES
 from ella_cuda.ops.basis import BASIS_KINDS, LARGEST_INVERSE_LENGTHSCALE
@@ -94,9 +94,8 @@ def can_learn(words: str, paths: Collection[str]) -> bool:
 
 
 def _check_layer(name: str, value: str) -> None:
-    paths = value.split("+") if value else []
-    if not set(paths) <= set(PATHS) or len(set(paths)) != len(paths):
-        raise ValueError(f"{name} must be different names out of {', '.join(PATHS)} joined by '+', got {value!r}.")
+    if value:
+        require_paths(name, value)
 
 
 def _check_generators(name: str, value: str) -> None:

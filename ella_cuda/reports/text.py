@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-PATH_TITLES = {"fc": "FC", "f_fc": "F-FC", "conv": "CONV", "s_fc": "S-FC", "s_conv": "S-CONV", "gconv": "GCONV"}
+PATH_TITLES = {
+    "fc": "FC",
+    "f_fc": "F-FC",
+    "conv": "CONV",
+    "s_fc": "S-FC",
+    "s_conv": "S-CONV",
+    "gconv": "GCONV",
+    "gf_fc": "G-F-FC",
+}
 OBJECTIVE_TITLES = {"map": "MAP", "evidence": "evidence"}
 METRICS = {  # of a row of summary.json: title, style
     "accuracy": ("accuracy, %", "{:.2f}"),

@@ -77,6 +77,13 @@ def test_the_bound_is_the_exact_evidence_where_all_copies_are_inducing_points(mo
 
     below = [process(copies.flatten(0, 1)[:m]).bound(copies, y).item() for m in (2, 7)]
     assert below[0] < below[1] < evidence - 1e-3
+    points = copies.flatten(0, 1)[:7]
+    between = torch.tensor([[k(a[None], b) * s for b in copies] for a in points], **DOUBLE)
+    among = torch.tensor([[k(a[None], b[None]) * s**2 for b in points] for a in points], **DOUBLE)
+    low = between.T @ torch.linalg.solve(among, between)
+    near = MultivariateNormal(torch.zeros(n, **DOUBLE), low + processes.NOISE**2 * torch.eye(n, **DOUBLE))
+    lost = 2 * (exact - low).trace() / (2 * processes.NOISE**2)
+    assert below[1] == pytest.approx((near.log_prob(y.T).sum() - lost).item(), rel=1e-7)
 
 
 def test_an_ascent_that_was_killed_goes_on(tmp_path):

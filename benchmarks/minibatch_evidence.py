@@ -1,6 +1,6 @@
 """Evidence steps from subsets of the training images beside steps from all, in one training each.
 
-    python -m benchmarks.minibatch_evidence [--images N] [--epochs N] [--out FILE]
+    python -m benchmarks.minibatch_evidence [--images N] [--epochs N] [--ways WAY...] [--out FILE]
 
 A convolutional network (2 convolutions, 2 linear layers, 19,858 parameters) on Fashion-MNIST, trained by Adam with EvidenceCallback: the
 prior in the loss, and after each epoch from the third an evidence step, 10 steps on the precisions. A line for each way: CPU seconds of an
@@ -28,6 +28,9 @@ from ella_cuda.training import EvidenceCallback
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {  # the loader's batch size, and arguments
     "Kronecker, all": (256, {}),
     "Kronecker, all, one sampled column": (256, {"fisher": "mc"}),
+    "Kronecker, 4096 images, one sampled column": (256, {"batches": 16, "fisher": "mc"}),
+    "Kronecker, 2048 images, one sampled column": (256, {"batches": 8, "fisher": "mc"}),
+    "Kronecker, 4096 images": (256, {"batches": 16}),
     "Kronecker, 512 images": (512, {"batches": 1}),
     "Kronecker, 256 images": (256, {"batches": 1}),
     "diagonal, 256 images": (256, {"batches": 1, "form": "diag"}),
@@ -71,6 +74,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=2000, metavar="N", help="to train on, the first (2000)")
     parser.add_argument("--epochs", type=int, default=12, metavar="N", help="of each training (12)")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=list(WAYS),
+        metavar="WAY",
+        help="the first is what others are compared with (all)",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -78,7 +89,10 @@ def main() -> None:
     images, labels = data.train_images[: args.images], data.train_labels[: args.images]
     lines = [("way", "s a step", "times", "-log q/N", "log δ", "off", "test NLL", "accuracy")]
     first: tuple[float, torch.Tensor] | None = None
-    for way, (size, how) in WAYS.items():
+    for way in args.ways:
+        size, how = WAYS[way]
+        if size * how.get("batches", 0) > len(images):
+            continue  # no subset
         model, evidence, took = train(images, labels, args.epochs, size, how)
         with torch.no_grad():
             logits = torch.cat([model(x) for x in data.test_images.split(1000)])

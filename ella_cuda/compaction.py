@@ -17,6 +17,7 @@ from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn import (
+    CircularConv2d,
     FactoredLinear2d,
     FullyConnected2d,
     PolyphasePool2d,
@@ -156,8 +157,8 @@ def compact(
     its weights, by ``la.effective_parameters(per_unit=True)``. Such a unit leaves the path; a path without units leaves its layer; a
     unit that is off in all paths leaves the network with the weights that read it, and its mean over ``example`` goes into the next layer's
     bias, for a convolution the mean over positions. That is exact for units whose weights are zero and whose bias is the same at all
-    positions; of others it is an approximation, so compare the NLL. One unit of a layer stays. Training with a precision per unit
-    (``prior_structure="unit"``) shrinks weights of units that the data do not ask for.
+    positions, unless zero padding ends what a convolution reads of them; else it is an approximation, so compare the NLL. One unit of a
+    layer stays. Training with a precision per unit (``prior_structure="unit"``) shrinks weights of units that the data do not ask for.
 
     Args:
         model: :func:`ella_cuda.models.neyshabur`'s, or an ``nn.Sequential``, flat or nested, of which units leave linear layers and
@@ -220,7 +221,7 @@ def _items(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
         raise TypeError(
             f"compact: model must be ella_cuda.models.neyshabur's or an nn.Sequential, got {type(model).__name__}."
         )
-    for name, module in model.named_children():
+    for name, module in model._modules.items():  # named_children() has a module that is used twice once
         if type(module) is nn.Sequential:
             yield from _items(module, f"{prefix}{name}.")
         else:
@@ -282,8 +283,10 @@ def _plain(
         return made, (layer, gone)
     if not found:  # one path with one unit stays
         path = min(paths, key=lambda p: sum(q.numel() for q in paths[p].parameters()))
-        own = f"{name}.{path}."
-        gamma = {n: torch.full_like(g, math.inf) if n.startswith(own) else g for n, g in gamma.items()}
+        own, gamma = f"{name}.{path}.", dict(gamma)
+        for n in [n for n in gamma if n.startswith(own)]:
+            gamma[n] = gamma[n].clone()
+            gamma[n][: max(1, len(gamma[n]) // channels)] = math.inf
         return _plain(name, module, gamma, threshold)
     return Sum(found, sum(biases), sum(maps)), (layer, gone)
 
@@ -297,9 +300,9 @@ def _plain_path(name: str, layer: nn.Module, weight: float) -> tuple[nn.Module, 
         return PolyphaseSample(layer.norm), 0, 0, 0
     if isinstance(layer, (SparseConv2d, SparseFactoredLinear2d)):
         layer = layer.to_dense()
-    if isinstance(layer, nn.Linear):
+    if type(layer) is nn.Linear:
         return copy.deepcopy(layer), 0, 0, layer.out_features
-    if isinstance(layer, nn.Conv2d):
+    if type(layer) in (nn.Conv2d, CircularConv2d):  # another class has another map
         return _convolution(layer, weight), 0, 0, layer.out_channels
     if isinstance(layer, StridedCircularConv2d):
         return nn.Sequential(_convolution(layer, weight), PolyphaseSample(layer.norm)), 0, 0, layer.out_channels
@@ -331,7 +334,8 @@ def _convolution(layer: Any, weight: float) -> nn.Conv2d:
     else:
         padding = tuple(k // 2 for k in layer.kernel_size)
         kind = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-        conv = nn.Conv2d(
+        conv = nn.utils.skip_init(  # nothing is drawn
+            nn.Conv2d,
             layer.in_channels,
             layer.out_channels,
             layer.kernel_size,
@@ -430,12 +434,12 @@ def _without_units(
 ) -> nn.Module:
     """The chain without the units that are off and followed by a layer; entries of the report are completed. ``whole`` is the chain with all
     units, from which their means come."""
-    stages, means, sizes, x = dict(layers), {}, {}, example
+    stages, means, usual, x = dict(layers), {}, {}, example
     for place, module in enumerate(whole):
+        sizes = (2, 4) if place not in stages else (2,) if isinstance(module, nn.Linear) else (4,)
+        usual[place] = x.dim() in sizes and len(x) == len(example)  # channels are the second dimension
         if place in stages:
             means[place] = x.mean(0, keepdim=True)
-        if isinstance(module, nn.Flatten):
-            sizes[place] = x[0, 0].numel()
         x = module(x)
     for place, following in zip([*stages], [*stages][1:], strict=False):
         entry, gone = stages[place]
@@ -446,11 +450,12 @@ def _without_units(
             or not _readable(layer)
             or not _readable(reader)
             or any(isinstance(chain[i], PolyphaseSample) for i in between)
+            or not all(usual[i] for i in range(place, following + 1))
         ):
             continue
         gone = gone[1:] if len(gone) == entry.units[0] else gone
         kept = [c for c in range(entry.units[0]) if c not in gone]
-        each = math.prod(sizes.get(i, 1) for i in between)
+        each = means[following].shape[1] // entry.units[0]
         _absorb(reader, means[following], gone, each)
         for path in _paths(layer):
             if isinstance(path, Placed):

@@ -126,6 +126,43 @@ def test_units_leave_ordinary_networks_with_their_norms() -> None:
     assert compact(model, switched_off(model, everything), x)[1].layers[0].units == (6, 1)
 
 
+def test_modules_used_twice_stay_twice() -> None:
+    torch.manual_seed(0)
+    relu, layer = nn.ReLU(), nn.Linear(4, 4)
+    model, x = nn.Sequential(layer, relu, layer, relu, nn.Linear(4, 2)).double(), torch.randn(5, 4, dtype=torch.float64)
+    torch.testing.assert_close(compact(model, None, x)[0](x), model(x))
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        (nn.ReLU(), nn.Linear(6, 3), nn.Flatten(), nn.Linear(108, 2)),
+        (nn.Flatten(2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, 2)),
+        (nn.Flatten(0, 1), nn.Flatten(1), nn.Linear(36, 2)),
+    ],
+)
+def test_units_stay_where_no_layer_reads_channels(rest: tuple[nn.Module, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(2, 6, 1), *rest).double(), torch.randn(3, 2, 6, 6, dtype=torch.float64)
+    model[0].weight.data[[1, 2]] = 0
+    small, report = compact(model, switched_off(model, {"0.weight": [1, 2]}), x)
+    torch.testing.assert_close(small(x), model(x))
+    assert report.layers[0].units == (6, 6)
+
+
+def test_of_a_layer_whose_paths_are_off_one_unit_stays() -> None:
+    model = network("f_fc+conv")
+    off = {n: [*range(len(p))] for n, p in model.named_parameters() if n.startswith("blocks.4.") and p.dim() > 1}
+    entry = compact(model, switched_off(model, off), images())[1].layers[4]
+    assert entry.paths[1] == ("conv",) and entry.units == (4, 1)
+
+
+def test_nothing_is_drawn() -> None:
+    model, state = network("conv"), torch.get_rng_state()
+    compact(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_units_that_evidence_switches_off_leave() -> None:
     """A unit that is never active has no curvature, and its precision per unit grows without bound."""
     torch.manual_seed(0)
@@ -173,6 +210,9 @@ def test_what_cannot_be_plain_says_so() -> None:
         compact(nn.Bilinear(2, 2, 2), None, x)
     with pytest.raises(ValueError, match="1 is a Transformer"):
         compact(nn.Sequential(nn.Linear(2, 2), nn.TransformerEncoderLayer(2, 1)), None, x)
+    subclass = type("Own", (nn.Conv2d,), {})
+    with pytest.raises(ValueError, match="0 has a Own, which has no plain form"):
+        compact(nn.Sequential(subclass(2, 2, 3, stride=2)).double(), None, x)
     with pytest.raises(ValueError, match="of another one"):
         compact(model, KronLaplace(plain()), x)
     with pytest.raises(TypeError, match="la must be a KronLaplace, got int"):

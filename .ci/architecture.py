@@ -17,9 +17,9 @@ BOUNDS = {
     "files of ella_cuda/laplace": 57,
     "floors of imports in ella_cuda/laplace": 9,
     "files of ella_cuda/laplace in a circle": 0,
-    "lines of ella_cuda without papers": 47100,
+    "lines of ella_cuda without papers": 46720,
     "lines of csrc": 15986,
-    "lines of python_tests": 51500,
+    "lines of python_tests": 51480,
     "files of ella_cuda with hooks or modes": 1,
 }
 PASSES = re.compile(

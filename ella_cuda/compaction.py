@@ -357,7 +357,7 @@ def _off(name: str, layer: nn.Module, gamma: Mapping[str, Tensor], threshold: fl
     off: set[int] = set()
     for parameter, p in layer.named_parameters():
         found = gamma.get(f"{name}.{parameter}")
-        if found is not None and p.dim() > 1:
+        if found is not None and p.dim() > 1 and not parameter.rpartition(".")[2].startswith("bias"):
             of_channels = found.view(channels, -1).sum(1) if len(found) % channels == 0 else None
             if of_channels is not None:
                 off |= set((of_channels < threshold).nonzero().flatten().tolist())

@@ -163,6 +163,15 @@ def test_nothing_is_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_units_of_a_fit_are_output_channels() -> None:
+    model, x = network("f_fc+s_fc+s_conv"), images(4)
+    la = KronLaplace(model).fit([(x, torch.tensor([0, 1, 2, 0]))])
+    found = la.effective_parameters(per_unit=True)
+    shapes = {name: p.shape for name, p in model.named_parameters() if "weight" in name}
+    assert {name: len(found[name]) for name in shapes} == {name: shape[0] for name, shape in shapes.items()}
+    assert compact(model, la, x, threshold=1e9)[1].layers[0].units == (1, 1)
+
+
 def test_units_that_evidence_switches_off_leave() -> None:
     """A unit that is never active has no curvature, and its precision per unit grows without bound."""
     torch.manual_seed(0)

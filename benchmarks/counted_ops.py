@@ -196,9 +196,9 @@ def phases(model: nn.Module, likelihood: str, loader: list[tuple[Tensor, Tensor]
     from ella_cuda.training import MarglikTrainer
 
     class Trainer(MarglikTrainer):
-        def _fit(self, la: KronLaplace) -> None:
+        def _fit(self, la: KronLaplace, loader: Any = None) -> None:
             with Counted() as self.of_fit:
-                super()._fit(la)
+                super()._fit(la, loader)
                 la._spectra.packed()
 
     fits = {

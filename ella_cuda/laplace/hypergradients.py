@@ -344,7 +344,8 @@ class _Passes:
 
     def _allocate(self) -> None:
         """Give the rules factors of cotangents, each parameter its own."""
-        posterior, scale = self.la.posterior_precision, data_weight(self.la)
+        scale = data_weight(self.la)
+        posterior = self.la._posterior(self.la.prior_precision.detach(), scale)
         for rule in self.rules:
             shapes = rule.shapes()
             rule.factors = {}

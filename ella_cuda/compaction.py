@@ -26,6 +26,8 @@ from ella_cuda.nn import (
     SparseFactoredLinear2d,
     StridedCircularConv2d,
 )
+from ella_cuda.ops.factored_linear import factored_linear_torch
+from ella_cuda.ops.polyphase_pool import polyphase_pool_torch
 
 # Modules through which each channel goes by itself.
 CHANNELWISE = (
@@ -37,7 +39,7 @@ CHANNELWISE = (
 
 @dataclasses.dataclass
 class Layer:
-    """What became of one layer: its name in the network, its ``paths`` before and after, its output ``units`` and its ``parameters``."""
+    """A layer by its name in the network: its ``paths``, number of output ``units`` and of ``parameters``, each before and after."""
 
     name: str
     paths: tuple[tuple[str, ...], tuple[str, ...]]
@@ -47,7 +49,7 @@ class Layer:
 
 @dataclasses.dataclass
 class Report:
-    """Of the network before and after: ``parameters``, ``flops`` of one example, and its :class:`Layer` s."""
+    """Number of ``parameters`` and ``flops`` of one example, each before and after, and the :class:`Layer` s of the network."""
 
     layers: list[Layer]
     parameters: tuple[int, int]
@@ -60,7 +62,7 @@ class Report:
 
 
 class PolyphaseSample(nn.Module):
-    """:class:`ella_cuda.nn.PolyphasePool2d` in ops that ONNX has."""
+    """:class:`ella_cuda.nn.PolyphasePool2d` in torch's ops."""
 
     def __init__(self, norm: float = 2) -> None:
         super().__init__()
@@ -68,11 +70,7 @@ class PolyphaseSample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, C, H/2, W/2)``."""
-        parts = torch.stack([x[:, :, i & 1 :: 2, i >> 1 :: 2] for i in range(4)], 1)
-        sizes = parts.abs().flatten(2)
-        norms = sizes.amax(2) if self.norm == math.inf else (sizes if self.norm == 1 else sizes.square()).sum(2)
-        chosen = F.one_hot(norms.argmax(1), 4).to(torch.bool)[:, :, None, None, None]
-        return torch.where(chosen, parts, torch.zeros_like(parts)).sum(1)
+        return polyphase_pool_torch(x, self.norm)
 
 
 class Factored(nn.Module):
@@ -85,10 +83,8 @@ class Factored(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H', W')``."""
-        z = torch.einsum("ncx,dcx->ndc", x.flatten(2), self.weight_in.flatten(2))
-        if self.bias_in is not None:
-            z = z + self.bias_in[:, None]
-        return torch.einsum("ndc,dcy->ndy", z, self.weight_out.flatten(2)).unflatten(2, self.weight_out.shape[2:])
+        weights = self.weight_in.flatten(2), self.weight_out.flatten(2)
+        return factored_linear_torch(x.flatten(2), *weights, self.bias_in).unflatten(2, self.weight_out.shape[2:])
 
 
 class Dense(nn.Module):
@@ -192,6 +188,7 @@ def compact(
         items = list(_items(model))
         if example is None:
             example = next(model.parameters()).new_zeros(1, model.in_channels, model.image_size, model.image_size)
+        example = example.clone()  # for modules that work in place
         whole = nn.Sequential(*(_plain(name, module, {}, 0.0)[0] for name, module in items)).eval()
         chain, layers = [], []
         for name, module in items:
@@ -324,7 +321,7 @@ def _plain_path(name: str, layer: nn.Module, weight: float) -> tuple[nn.Module, 
 
 
 def _of_bias_in(path: Factored) -> Any:
-    """What the input's bias is in the output, ``(D, H', W')`` or 0."""
+    """The input's bias as one of the output, ``(D, H', W')``, or 0."""
     return 0 if path.bias_in is None else path.weight_out.detach().sum(1) * path.bias_in.detach()[:, None, None]
 
 
@@ -372,7 +369,7 @@ def _of(path: nn.Module) -> nn.Module:
 
 
 def _constants(path: nn.Module, off: set[int]) -> Any:
-    """What biases leave of units without their weights, as means over positions, ``(D, 1, 1)`` or 0."""
+    """Outputs of units without their weights, means over positions, ``(D, 1, 1)``, or 0."""
     layer = _of(path)
     if isinstance(layer, Factored):
         bias = _of_bias_in(layer)
@@ -404,7 +401,7 @@ def _keep_outputs(path: nn.Module, kept: list[int]) -> None:
 
 
 def _keep_inputs(path: nn.Module, kept: list[int], each: int) -> None:
-    """Of the path's weights, those that read these channels; ``each`` features of a linear layer are one channel."""
+    """Have the path read these channels alone, of which each is ``each`` features of a linear layer."""
     layer = _of(path)
     if isinstance(layer, nn.Linear):
         features = [c * each + i for c in kept for i in range(each)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ella_cuda.cli.common import DONE, UsageError, named_device
+from ella_cuda.cli.common import DONE, UsageError
 from ella_cuda.cli.runs import run_folder
 from ella_cuda.compaction import compact
 from ella_cuda.experiments import load_run, prepare_for
@@ -41,6 +42,9 @@ def add_compact(commands: Any) -> None:
     )
     command.add_argument("--onnx", action="store_true", help=f"write {ONNX} too, which needs onnx and onnxscript")
     command.add_argument("--out", metavar="DIR", help="folder for the files (the run's)")
+    command.add_argument(
+        "--model", metavar="module:function", help="of a run of such a network, its name again: its code is run"
+    )
     command.add_argument("--data-dir", metavar="DIR", help="folder with the data that a named data set was trained on")
     command.set_defaults(command=_compact)
 
@@ -49,18 +53,19 @@ def _compact(args: argparse.Namespace) -> int:
     if not args.threshold > 0:
         raise UsageError(f"--threshold must be positive, got {args.threshold}.")
     if args.onnx:
-        try:
-            import onnx  # noqa: F401
-            import onnxscript  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise UsageError(f"--onnx needs {error.name}: pip install 'ella_cuda[onnx]'.") from error
+        missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise UsageError(f"--onnx needs {' and '.join(missing)}: pip install 'ella_cuda[onnx]'.")
     folder = run_folder(args.run)
     out = folder if args.out is None else Path(args.out)
     if not out.is_dir():
         raise UsageError(f"--out must be a folder that is there, got {str(out)!r}.")
-    run = load_run(folder, str(named_device("cpu")), fit=True, data_dir=args.data_dir)
+    run = load_run(folder, fit=True, model=args.model, data_dir=args.data_dir)
     data = prepare_for(run.config, args.data_dir)
-    small, report = compact(run.model, run.la, data.train_images[:500], threshold=args.threshold)
+    try:
+        small, report = compact(run.model, run.la, data.train_images[:500], threshold=args.threshold)
+    except TypeError as error:
+        raise UsageError(str(error)) from error
     before, after = (_measured(m, data.test_images, data.test_labels) for m in (run.model, small))
     rows = {
         "parameters": [*report.parameters],

@@ -241,7 +241,7 @@ def mean_at(la: Evidence, at: str) -> Any:
 
 
 def norms_at(la: Evidence, precision: Tensor, at: str = "network") -> Tensor:
-    """What :func:`mean_at` has as ``square_norms``, of elements or units where the precisions are of these."""
+    """The ``square_norms`` of :func:`mean_at`, of elements or units where the precisions are of these."""
     mean = mean_at(la, at)
     if not is_finer(la, precision):
         return mean.square_norms

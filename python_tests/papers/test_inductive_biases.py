@@ -95,9 +95,11 @@ def test_an_ascent_that_was_killed_goes_on(tmp_path):
             return -(model(torch.randn(5, 3)) - 1).square().mean()
 
         groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.1}]
-        look = lambda: model.bias.item()  # noqa: E731
-        frozen = lambda step: (1,) if step < 4 else ()  # noqa: E731
-        return processes.climbed(value, groups, steps, tmp_path / name, model, look, frozen), model
+
+        frozen = [(1,)] * 4 + [()] * 4
+        return processes.climbed(
+            value, groups, steps, tmp_path / name, model, model.bias.item, frozen.__getitem__
+        ), model
 
     found, whole = ascent("whole", 8)
     ascent("killed", 5)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch.distributions import MultivariateNormal
 
 from ella_cuda.augment import AffineAugment, AveragedFunction
-from ella_cuda.data import TensorLoader
+from ella_cuda.data import Dataset, TensorLoader
 from ella_cuda.laplace import FullLaplace, KronLaplace, evidence_gradient
 from ella_cuda.papers.invariances import EXPERIMENT, images, points, ranges, rings, sampling, subsets
 from ella_cuda.papers.invariances.sizes import TWO_CORES
-from ella_cuda.papers.studies import study
+from ella_cuda.papers.studies import Work, study
 from ella_cuda.training.checkpoint import read_checkpoint
 from ella_cuda.training.trainer import MarglikTrainer
 from python_tests.papers.studies import check_goes_on, run, table
@@ -261,6 +261,15 @@ def test_plans_follow_the_scale():
             assert s.settings["burn_in"] < s.settings["epochs"]
     digits = EXPERIMENT.plan(["ranges"], (0,), None, ["digits"])
     assert digits[0].settings["train_size"] == 1437
+
+
+def test_amounts_have_a_constant_rate(monkeypatch, tmp_path):
+    made, settings = {}, {"seed": 0, "copies": 2, "batch": 8, "epochs": 21, "burn_in": 9}
+    monkeypatch.setattr(images, "MarglikTrainer", lambda *_, **options: made.update(options) or 1 / 0)
+    dataset = Dataset(*[torch.rand(8, 1, 16, 16), torch.arange(8) % 2] * 2, 2)
+    with pytest.raises(ZeroDivisionError):
+        images.trained(lambda: torch.nn.Linear(2, 2), dataset, settings, Work(tmp_path), "evidence")
+    assert made["lr_aug"] == images.amount_rate(11) and "lr_aug_min" not in made
 
 
 @pytest.mark.parametrize("steps", [9, 11, 39, 990])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +21,18 @@ from ella_cuda.papers.invariances.images import (
     settings_of,
     sizes_said,
 )
+from ella_cuda.papers.invariances.pictures import draw_first_copies
 from ella_cuda.papers.invariances.processes import CHUNK, AveragedProcess, climbed, median_distance, targets
 from ella_cuda.papers.invariances.ranges import GENERATORS, SHOWN, TRUE
 from ella_cuda.papers.invariances.sizes import of_small
 from ella_cuda.papers.studies import Part, Study, Work
 from ella_cuda.papers.studies.text import seeds_said, table, with_error
-from ella_cuda.reports.pictures.amounts import draw_amounts, draw_samples
+from ella_cuda.reports.pictures.amounts import draw_amounts
 from ella_cuda.run_folder import CHECKPOINT_FILE
 
 TASKS = ("rotated-90", "rotated", "translated-8of14", "plain")
 KERNELS = {"averaged": "averaged", "plain": "not averaged"}
+HEADS = {"kernel": "kernel", "method": "trained"}  # of columns
 IMAGES, INDUCING, STEPS = 1000, 100, 200
 RATE, POINT_RATE = 0.05, 0.02
 SAMPLED, COPIES = 3, 6  # images, and copies of each, in a picture
@@ -168,29 +170,36 @@ def rows(study: Study, result: dict[str, Any]) -> list[dict[str, Any]]:
     return [row | {f"share_{name}": shares.get(f"share_{name}") for name in GENERATORS}]
 
 
-def text(rows: Sequence[dict[str, Any]]) -> str:
-    """For people: a table for each data set."""
+def tables(rows: Sequence[dict[str, Any]], tasks: Iterable[str], key: str, titles: Mapping[str, str]) -> list[str]:
+    """A table of shares and bounds for each data set: a line for each task and value of ``key``, which ``titles`` has."""
     blocks = []
     for data in dict.fromkeys(r["data"] for r in rows):
         some, lines = [r for r in rows if r["data"] == data], []
-        for task in [task for task in TASKS if any(r["task"] == task for r in some)]:
-            for kernel in [k for k in KERNELS if any((r["task"], r["kernel"]) == (task, k) for r in some)]:
-                here = [r for r in some if (r["task"], r["kernel"]) == (task, kernel)]
-                cells = [SHOWN[task], KERNELS[kernel]]
+        for task in tasks:
+            for value in titles:
+                here = [r for r in some if (r["task"], r[key]) == (task, value)]
+                if not here:
+                    continue
+                cells = [SHOWN[task], titles[value]]
                 for name in GENERATORS:
                     cells.append(with_error([v for r in here if (v := r[f"share_{name}"]) is not None], "{:.2f}"))
                 cells += [with_error([r[k] for r in here], f"{{:.{d}f}}") for k, d in (("accuracy", 1), ("bound", 2))]
                 lines.append(cells)
-        head = ["images", "kernel", *GENERATORS, "accuracy, %", "bound/N"]
+        head = ["images", HEADS[key], *GENERATORS, "accuracy, %", "bound/N"]
         one = some[0]
         said = f"{sizes_said(one)}: {one['train_size']:,} images, {one['inducing']} inducing points, {one['steps']} steps; "
         blocks.append(table(said + seeds_said(sorted({r["seed"] for r in some})), head, lines, [], left=2).rstrip())
+    return blocks
+
+
+def text(rows: Sequence[dict[str, Any]]) -> str:
+    """For people: a table for each data set."""
     notes = (
         "Regression on one-hot classes: the bound is that of ten Gaussian outputs, in nats of an image. Amounts over the full range, as of "
         "ranges; the data's own: 1 for rotated ±180° and translated, 0.5 for ±90°, 0 for plain. All of the kernel, the inducing points and "
         f"the amounts are learned by the bound, of at most {IMAGES:,} images, which are in one matrix."
     )
-    return "\n\n".join([PART.title, *blocks, notes])
+    return "\n\n".join([PART.title, *tables(rows, TASKS, "kernel", KERNELS), notes])
 
 
 def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:
@@ -206,13 +215,7 @@ def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:
 
 def draw_copies(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:
     """Test images of the first seed, and copies at the learned amounts."""
-    seed = min(study.settings["seed"] for study, _ in found)
-    groups = {
-        f"{study.settings['data']}, {SHOWN[study.settings['task']]}": result["samples"]
-        for study, result in found
-        if study.settings["seed"] == seed and result["samples"]
-    }
-    return draw_samples(groups, f"Test images and copies at the learned amounts, seed {seed}")
+    return draw_first_copies(found, lambda s: SHOWN[s["task"]])
 
 
 PART = Part(

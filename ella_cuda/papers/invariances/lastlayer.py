@@ -11,13 +11,12 @@ from torch import nn
 from tqdm import tqdm
 
 from ella_cuda.data import Dataset, TensorLoader
-from ella_cuda.papers.invariances.gp import OfImages, rates, shares_of, sizes_of, trajectory_of
-from ella_cuda.papers.invariances.images import FULL_RANGE, RATE, cnn, data_of, sizes_said
+from ella_cuda.papers.invariances.gp import OfImages, rates, rows, shares_of, sizes_of, tables, trajectory_of
+from ella_cuda.papers.invariances.images import RATE, cnn, data_of
 from ella_cuda.papers.invariances.processes import climbed, targets
-from ella_cuda.papers.invariances.ranges import GENERATORS, SHOWN, TRUE
+from ella_cuda.papers.invariances.ranges import SHOWN, TRUE
 from ella_cuda.papers.invariances.sizes import of_small
 from ella_cuda.papers.studies import Part, Study, Work
-from ella_cuda.papers.studies.text import seeds_said, table, with_error
 from ella_cuda.progress import bar_size
 from ella_cuda.reports.pictures.amounts import draw_amounts
 from ella_cuda.run_folder import CHECKPOINT_FILE
@@ -111,37 +110,15 @@ def run(study: Study, work: Work) -> dict[str, Any]:
     return {**model.measured(dataset), "trajectory": trajectory_of(found)}
 
 
-def rows(study: Study, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row."""
-    row = {**study.settings, "accuracy": result["accuracy"], "bound": result["bound"]}
-    amounts = result["amounts"]
-    return [row | {f"share_{n}": amounts[n] / FULL_RANGE[n] if n in amounts else None for n in GENERATORS}]
-
-
 def text(rows: Sequence[dict[str, Any]]) -> str:
     """For people: a table for each data set."""
-    blocks = []
-    for data in dict.fromkeys(r["data"] for r in rows):
-        some, lines = [r for r in rows if r["data"] == data], []
-        for task in [task for task in TASKS if any(r["task"] == task for r in some)]:
-            for method in [m for m in METHODS if any((r["task"], r["method"]) == (task, m) for r in some)]:
-                here = [r for r in some if (r["task"], r["method"]) == (task, method)]
-                cells = [SHOWN[task], METHODS[method]]
-                for name in GENERATORS:
-                    cells.append(with_error([v for r in here if (v := r[f"share_{name}"]) is not None], "{:.2f}"))
-                cells += [with_error([r[k] for r in here], f"{{:.{d}f}}") for k, d in (("accuracy", 1), ("bound", 2))]
-                lines.append(cells)
-        head = ["images", "trained", *GENERATORS, "accuracy, %", "bound/N"]
-        one = some[0]
-        said = f"{sizes_said(one)}: {one['train_size']:,} images, {one['inducing']} inducing points, {one['steps']} steps; "
-        blocks.append(table(said + seeds_said(sorted({r["seed"] for r in some})), head, lines, [], left=2).rstrip())
     notes = (
         "A convolutional network is trained by the cross entropy; a Gaussian process of the features before its last layer, averaged over "
         "copies of the images, takes that layer's place, for regression on one-hot classes (Schwöbel et al., AISTATS 2022). Its bound learns "
         "kernel, inducing points and amounts (network held), the network too (all together), or network and amounts in turns. "
         "Amounts over the full range; the data's own: rotation 1 of rotated ±180°, 0 of plain."
     )
-    return "\n\n".join([PART.title, *blocks, notes])
+    return "\n\n".join([PART.title, *tables(rows, TASKS, "method", METHODS), notes])
 
 
 def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:

@@ -24,10 +24,11 @@ from ella_cuda.papers.invariances.images import (
     small_said,
     trained,
 )
+from ella_cuda.papers.invariances.pictures import draw_first_copies
 from ella_cuda.papers.invariances.ranges import EPOCHS
 from ella_cuda.papers.studies import Part, Study, Work, share
 from ella_cuda.papers.studies.text import seeds_said, table, with_error
-from ella_cuda.reports.pictures.amounts import draw_amounts, draw_samples
+from ella_cuda.reports.pictures.amounts import draw_amounts
 
 AMOUNTS = ("strength", "smoothness")
 TRUE = {  # of images; half images
@@ -150,13 +151,7 @@ def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:
 
 def draw_copies(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:
     """Test images of the first seed, and copies at the learned amounts."""
-    seed = min(study.settings["seed"] for study, _ in found)
-    groups = {
-        f"{study.settings['data']}, {study.settings['deformation']}": result["samples"]
-        for study, result in found
-        if study.settings["seed"] == seed and result["samples"]
-    }
-    return draw_samples(groups, f"Test images and copies at the learned amounts, seed {seed}")
+    return draw_first_copies(found, lambda s: s["deformation"])
 
 
 PART = Part(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ella_cuda.papers.studies import Study
+from ella_cuda.reports.pictures.amounts import draw_samples
 from ella_cuda.reports.pictures.page import (
     LINE_STYLES,
     MARKERS,
@@ -24,6 +26,17 @@ SAMPLING_COLOURS = {"independent": "#cc4c02", "shared": "#009e73", "grid": "#1f4
 METHOD_COLOURS = ("#000000", "#009e73", "#cc4c02", "#1f4e9c", "#8000e0")
 NEAREST = 0.22  # of labels, as a share of the axis
 HOLLOW = {"linestyle": "", "markerfacecolor": "none", "markersize": 5}
+
+
+def draw_first_copies(found: Sequence[tuple[Study, dict[str, Any]]], title: Callable[[Mapping[str, Any]], str]) -> Any:
+    """Test images of the first seed's studies, and copies at the learned amounts; ``title`` is of a study's settings."""
+    seed = min(study.settings["seed"] for study, _ in found)
+    groups = {
+        f"{study.settings['data']}, {title(study.settings)}": result["samples"]
+        for study, result in found
+        if study.settings["seed"] == seed and result["samples"]
+    }
+    return draw_samples(groups, f"Test images and copies at the learned amounts, seed {seed}")
 
 
 def draw_rings(
